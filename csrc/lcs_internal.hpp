@@ -1,0 +1,189 @@
+// What the shim's files share: guard(), failures, handles and their life, fault points. Nothing here is installed.
+#pragma once
+
+#include "lcs.h"
+
+#include "llama.h"
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace lcs {
+
+// The one exception of ours. guard() turns it into a status and the thread's lcs_error_info.
+struct failure : std::exception {
+    lcs_status  status;
+    std::string message;
+    std::string field;
+    std::string expected;
+    std::string actual;
+
+    failure(lcs_status status_, std::string message_) : status(status_), message(std::move(message_)) {}
+    const char * what() const noexcept override { return message.c_str(); }
+};
+
+[[noreturn]] void fail(lcs_status status, std::string message);
+[[noreturn]] void fail(
+        lcs_status status, std::string message, std::string field, std::string expected = "", std::string actual = "");
+
+// Fails with status and "<what> <value> is outside <low>..<high>" unless low <= value <= high.
+void require_range(const char * what, int64_t value, int64_t low, int64_t high, lcs_status status = LCS_STATUS_RANGE);
+// ARG unless the float is finite and low <= value <= high.
+void require_finite(const char * what, double value, double low, double high);
+
+template <class T>
+void require(const T * pointer, const char * what) {
+    if (pointer == nullptr) {
+        fail(LCS_STATUS_ARG, std::string(what) + " is NULL");
+    }
+}
+
+// error.cpp: a call begins with no error and no log line; the exception in flight becomes the thread's error.
+void       begin_call() noexcept;
+lcs_status end_call_failed() noexcept;
+
+// Where C++ ends. Every function of lcs.h that returns a status is one `return guard([&] { ... });`.
+template <class F>
+lcs_status guard(F && body) noexcept {
+    begin_call();
+    try {
+        body();
+        return LCS_STATUS_OK;
+    } catch (...) {
+        return end_call_failed();
+    }
+}
+
+// A fallible step: throws bad_alloc when a test asked for its failure. Put one before each step that can fail by itself.
+void fault_point();
+
+// The decode fault of this thread, taken by the next decode. raw_status 0: none.
+struct decode_fault {
+    int32_t raw_status = 0;
+    int32_t n_ubatches = 0;
+};
+decode_fault take_decode_fault() noexcept;
+
+// log.cpp. The last ERROR (else WARN) line that llama.cpp logged on this thread since begin_call().
+void                log_begin_call() noexcept;
+const std::string & log_last_line() noexcept;
+// For text that upstream writes past the log callback (grammar errors go to stderr): nothing of ours prints either.
+void                log_line(lcs_log_level level, const std::string & text) noexcept;
+
+// build.cpp. Once: CPU check, log capture, backends. UNSUPPORTED where the CPU lacks what the build needs.
+void init_once();
+
+enum class kind { model, context, sampler, adapter, chat_template, string, count };
+
+void count_alive(kind k, int64_t by) noexcept;
+
+template <kind K>
+struct counted {
+    counted() noexcept { count_alive(K, 1); }
+    ~counted() { count_alive(K, -1); }
+    counted(const counted &) = delete;
+    counted & operator=(const counted &) = delete;
+};
+
+// Rises in a forked child, so that a handle knows that it was made before the fork.
+uint32_t fork_generation() noexcept;
+
+struct handle {
+    const uint32_t    born = fork_generation();
+    std::atomic<bool> busy{false};
+
+    bool forked() const noexcept { return born != fork_generation(); }
+};
+
+void require_alive(const handle * h, const char * what); // not NULL, not from before a fork
+
+// Holds a single-caller handle for one call: BUSY where another thread is inside.
+class entered {
+public:
+    entered(handle * h, const char * what);
+    ~entered() { handle_->busy.store(false, std::memory_order_release); }
+    entered(const entered &) = delete;
+    entered & operator=(const entered &) = delete;
+
+private:
+    handle * handle_;
+};
+
+// _free for every handle: nothing happens for NULL, nor in a forked child, whose threads and devices are gone.
+template <class H>
+void free_handle(H * h) noexcept {
+    if (h != nullptr && !h->forked()) {
+        delete h;
+    }
+}
+
+// The weights. Shared by every handle that was made from them; freed with the last.
+struct model_box {
+    llama_model *       model = nullptr;
+    const llama_vocab * vocab = nullptr;
+    lcs_model_info      info{};
+    std::string         description;
+    std::string         architecture;
+    std::string         path;
+    std::vector<std::pair<std::string, std::string>> metadata;
+    lcs_vocab_specials  specials{};
+    // Of architecture, shapes and metadata: what state blobs carry to tell models apart.
+    uint64_t            fingerprint = 0;
+    // llama_init_from_model and adapter init and free write to the model.
+    std::mutex          mutex;
+
+    model_box() = default;
+    ~model_box();
+    model_box(const model_box &) = delete;
+    model_box & operator=(const model_box &) = delete;
+};
+
+struct adapter_box {
+    std::shared_ptr<model_box> model;
+    llama_adapter_lora *       adapter = nullptr;
+    std::vector<std::pair<std::string, std::string>> metadata;
+
+    adapter_box() = default;
+    ~adapter_box();
+    adapter_box(const adapter_box &) = delete;
+    adapter_box & operator=(const adapter_box &) = delete;
+};
+
+// gguf.cpp: the bounded, strict reader of a GGUF header. Throws LOAD for what llama.cpp would assert on, or misread.
+void check_model_file(const char * path);
+void check_adapter_file(const char * path);
+
+// vocab.cpp: fills specials, and finds out whether add_special can be honoured.
+void read_specials(model_box & box);
+// UNSUPPORTED ("vocab") where the model has no tokenizer.
+void require_vocab(const model_box & box);
+void require_token(const model_box & box, int32_t token);
+
+// context.cpp: for the sampler. The handle must be entered; as lcs_context_logits.
+const float * logits_row(lcs_context & ctx, int32_t row);
+
+// grammar.cpp: GRAMMAR where upstream's parser would hang, overflow or exhaust memory on this text.
+void check_grammar_text(const char * text);
+
+// A new lcs_string owned by the caller.
+lcs_string * make_string(std::string text);
+
+} // namespace lcs
+
+struct lcs_model : lcs::handle, lcs::counted<lcs::kind::model> {
+    std::shared_ptr<lcs::model_box> box;
+};
+
+struct lcs_adapter : lcs::handle, lcs::counted<lcs::kind::adapter> {
+    std::shared_ptr<lcs::adapter_box> box;
+};
+
+struct lcs_string : lcs::handle, lcs::counted<lcs::kind::string> {
+    std::string text;
+};
