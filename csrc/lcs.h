@@ -149,13 +149,13 @@ LCS_API lcs_status lcs_log_next(lcs_log_level * level_out, lcs_string ** line_ou
  *
  *   lcs_fault_arm         the n-th fallible step of this thread from now (1-based) fails with NOMEM; 0 disarms
  *   lcs_fault_fired       whether it has failed since
- *   lcs_fault_arm_decode  the next llama_decode of this thread is stopped after `n_ubatches` whole ubatches have been
- *                         computed and its status is replaced by raw_status (as if the graph of the next ubatch had
- *                         failed); INT32_MIN: an exception instead. CPU only.
+ *   lcs_fault_arm_decode  after n_nodes (>= 1) more graph nodes computed in this thread's decodes, the graph is stopped
+ *                         and llama_decode's status is replaced by raw_status, INT32_MIN meaning an exception; 0
+ *                         disarms. Memory is left as that point leaves it, so every partial state can be met. CPU only.
  */
 LCS_API void lcs_fault_arm(int64_t n);
 LCS_API bool lcs_fault_fired(void);
-LCS_API void lcs_fault_arm_decode(int32_t raw_status, int32_t n_ubatches);
+LCS_API void lcs_fault_arm_decode(int32_t raw_status, int64_t n_nodes);
 
 /*
  * Model.
@@ -462,7 +462,7 @@ typedef struct lcs_decode_result {
  *   result_out  written for every status from NO_KV_SLOT to DECODE_FATAL too; may be NULL
  *
  * ARG RANGE UNSUPPORTED   judged before the call; memory and logits as they were
- * INVALID_BATCH           pos is not the sequence's next position; memory and logits as they were
+ * INVALID_BATCH           pos is not the sequence's next position; memory as it was (logits too, where we judged it)
  * BATCH_TOO_LARGE         pooling or non-causal attention and more tokens than one graph takes; nothing changed
  * NO_KV_SLOT              whole batches before the one that found no cells stay (committed). On windowed memories
  *                         pos_min may have risen: judge a rollback anew
@@ -471,7 +471,7 @@ typedef struct lcs_decode_result {
  *                         cancel came between batches
  * ALLOC_FAILED COMPUTE_FAILED  as ABORTED
  * DECODE_FATAL            an exception or an unknown status: all sequences dirty, the context is unusable
- * After every status from NO_KV_SLOT on, no logits are left.
+ * After every other status no logits are left.
  * Source: llama_decode.
  */
 LCS_API lcs_status lcs_context_decode(
@@ -502,6 +502,12 @@ LCS_API lcs_status lcs_context_decode_batch(
  * ABORTED. From any thread. The one call that may run beside another on the same context. */
 LCS_API lcs_status lcs_context_cancel(lcs_context * ctx);
 
+/* The same, for a signal handler: one atomic store, nothing else. ctx must be alive. */
+LCS_API void lcs_context_cancel_signal(lcs_context * ctx);
+
+/* Take back a cancel that no call has seen yet. ctx must be alive. */
+LCS_API void lcs_context_cancel_clear(lcs_context * ctx);
+
 /*
  * One row of the last decode, as n_vocab raw log-odds (logits) or n_embd_out values (embeddings).
  *
@@ -514,6 +520,12 @@ LCS_API lcs_status lcs_context_cancel(lcs_context * ctx);
  */
 LCS_API lcs_status lcs_context_logits(lcs_context * ctx, int32_t row, const float ** row_out);
 LCS_API lcs_status lcs_context_embeddings(lcs_context * ctx, int32_t row, const float ** row_out);
+
+/*
+ * Keep rows where they are: by +1 for each holder, -1 when it lets go. While held, the memory of every row given out
+ * stays readable (a decode may replace its values), and a call that would have to move it is BUSY instead.
+ */
+LCS_API lcs_status lcs_context_hold_rows(lcs_context * ctx, int32_t by);
 
 /* Pooled embedding of a sequence of the last decode. UNSUPPORTED: no pooling. Source: llama_get_embeddings_seq. */
 LCS_API lcs_status lcs_context_embeddings_seq(lcs_context * ctx, int32_t seq_id, const float ** row_out);
@@ -574,13 +586,15 @@ LCS_API lcs_status lcs_context_seq_pos(lcs_context * ctx, int32_t seq_id, int32_
  * architecture, shape and metadata is the caller's to know.
  *
  *   seq_id   -1: the whole context; else one sequence
- *   partial  only what cannot be cut: the window or the recurrent part; usable while the rest is still resident.
- *            On attention memories the same as a full state. Only for one sequence.
+ *   partial  only what cannot be cut: the window or the recurrent part. Loading it cuts the rest, which must still be
+ *            resident up to there. On attention memories the same as a full state. Only for one sequence; UNSUPPORTED
+ *            on memories with other parts (DeepSeek's, hybrids with an indexer).
  *
  * save: n_out gets the bytes needed, buf may be NULL with capacity 0. Logits are not part of a state.
  * load: what the destination held is dropped first; logits of the last decode are gone.
  *   STATE_CORRUPT   cut, damaged or foreign bytes: found before llama.cpp sees them, nothing changed
- *   STATE_MISMATCH  another model, pin, layout, kind or partial flag (field, expected, actual): nothing changed
+ *   STATE_MISMATCH  another model, pin, layout, kind or partial flag (field, expected, actual), or a partial state whose
+ *                   rest is no longer resident ("resident"): nothing changed
  *   NO_KV_SLOT      too few free cells; the destination is empty (seq_id -1: everything is)
  *   INTERNAL        llama.cpp refused it; the destination is empty (seq_id -1: everything is)
  * Cost: one copy of the bytes and one pass of a fast hash. Source: llama_state_get_data, llama_state_seq_get_data_ext.

@@ -27,9 +27,10 @@ struct last_error {
 thread_local last_error t_error;
 
 struct armed_fault {
-    int64_t      n = 0; // steps left until the failing one; 0: none
-    bool         fired = false;
-    decode_fault decode;
+    int64_t n = 0; // steps left until the failing one; 0: none
+    int64_t decode_nodes = 0;
+    int32_t decode_status = 0; // 0: none
+    bool    fired = false;
 };
 thread_local armed_fault t_fault;
 
@@ -142,13 +143,14 @@ void fault_point() {
     }
 }
 
-decode_fault take_decode_fault() noexcept {
-    decode_fault taken;
-    if (g_faults_armed.load(std::memory_order_relaxed) != 0 && t_fault.decode.raw_status != 0) {
-        g_faults_armed.fetch_sub(1);
-        std::swap(taken, t_fault.decode);
+int32_t decode_fault_at_node() noexcept {
+    if (g_faults_armed.load(std::memory_order_relaxed) == 0 || t_fault.decode_status == 0 ||
+        --t_fault.decode_nodes > 0) {
+        return 0;
     }
-    return taken;
+    g_faults_armed.fetch_sub(1);
+    t_fault.fired = true;
+    return std::exchange(t_fault.decode_status, 0);
 }
 
 void count_alive(kind k, int64_t by) noexcept {
@@ -258,10 +260,12 @@ bool lcs_fault_fired(void) {
     return lcs::t_fault.fired;
 }
 
-void lcs_fault_arm_decode(int32_t raw_status, int32_t n_ubatches) {
+void lcs_fault_arm_decode(int32_t raw_status, int64_t n_nodes) {
     auto & fault = lcs::t_fault;
-    lcs::g_faults_armed.fetch_add((raw_status != 0 ? 1 : 0) - (fault.decode.raw_status != 0 ? 1 : 0));
-    fault.decode = {raw_status, n_ubatches};
+    lcs::g_faults_armed.fetch_add((raw_status != 0 ? 1 : 0) - (fault.decode_status != 0 ? 1 : 0));
+    fault.decode_status = raw_status;
+    fault.decode_nodes = n_nodes;
+    fault.fired = false;
 }
 
 } // extern "C"

@@ -63,18 +63,27 @@ lcs_status guard(F && body) noexcept {
 // A fallible step: throws bad_alloc when a test asked for its failure. Put one before each step that can fail by itself.
 void fault_point();
 
-// The decode fault of this thread, taken by the next decode. raw_status 0: none.
-struct decode_fault {
-    int32_t raw_status = 0;
-    int32_t n_ubatches = 0;
-};
-decode_fault take_decode_fault() noexcept;
+// Counts a graph node of this thread's decode; the raw status to inject where a test asked for a failure here, else 0.
+int32_t decode_fault_at_node() noexcept;
 
 // log.cpp. The last ERROR (else WARN) line that llama.cpp logged on this thread since begin_call().
 void                log_begin_call() noexcept;
 const std::string & log_last_line() noexcept;
 // For text that upstream writes past the log callback (grammar errors go to stderr): nothing of ours prints either.
 void                log_line(lcs_log_level level, const std::string & text) noexcept;
+
+// abort.cpp. While one lives, a GGML_ASSERT that fails on this thread throws failure(status) instead of ending the
+// process. Only behind our own judgement of the call: what llama.cpp was changing is half changed, so it must be dropped.
+class trapped_aborts {
+public:
+    explicit trapped_aborts(lcs_status status) noexcept;
+    ~trapped_aborts();
+    trapped_aborts(const trapped_aborts &) = delete;
+    trapped_aborts & operator=(const trapped_aborts &) = delete;
+
+private:
+    lcs_status outer_;
+};
 
 // build.cpp. Once: CPU check, log capture, backends. UNSUPPORTED where the CPU lacks what the build needs.
 void init_once();
@@ -123,6 +132,8 @@ void free_handle(H * h) noexcept {
     }
 }
 
+struct vocab_walk; // grammar.hpp
+
 // The weights. Shared by every handle that was made from them; freed with the last.
 struct model_box {
     llama_model *       model = nullptr;
@@ -133,10 +144,14 @@ struct model_box {
     std::string         path;
     std::vector<std::pair<std::string, std::string>> metadata;
     lcs_vocab_specials  specials{};
+    // vocab.cpp: what tokenising needs beyond llama.cpp's own tables. Set by read_specials().
+    std::shared_ptr<const struct tokenizer> tokenizer;
     // Of architecture, shapes and metadata: what state blobs carry to tell models apart.
     uint64_t            fingerprint = 0;
     // llama_init_from_model and adapter init and free write to the model.
     std::mutex          mutex;
+    // Made by the first grammar that needs it, under mutex.
+    std::shared_ptr<const vocab_walk> walk;
 
     model_box() = default;
     ~model_box();
@@ -158,6 +173,9 @@ struct adapter_box {
 // gguf.cpp: the bounded, strict reader of a GGUF header. Throws LOAD for what llama.cpp would assert on, or misread.
 void check_model_file(const char * path);
 void check_adapter_file(const char * path);
+
+// model.cpp: LOAD, or NOMEM, in the words of llama.cpp's last error line.
+[[noreturn]] void fail_load(const std::string & log_line);
 
 // vocab.cpp: fills specials, and finds out whether add_special can be honoured.
 void read_specials(model_box & box);

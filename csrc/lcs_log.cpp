@@ -44,7 +44,10 @@ void finish_line(lcs_log_level level, std::string text) {
     if (text.empty()) {
         return;
     }
-    if (level >= LCS_LOG_LEVEL_WARN && level >= t_log.last_level) {
+    // A failed load's last error line says nothing that the one before it, with the reason, does not.
+    const bool vague = !t_log.last.empty() && text.find("failed to load model") != std::string::npos &&
+                       t_log.last_level == LCS_LOG_LEVEL_ERROR;
+    if (level >= LCS_LOG_LEVEL_WARN && level >= t_log.last_level && !vague) {
         t_log.last = text;
         t_log.last_level = level;
     }
