@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-if os.name == "nt":
+if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
@@ -57,14 +58,14 @@ def tree_sha256(tree: Path) -> str:
     return digest.hexdigest()
 
 
-def verified(tree: Path, pin: dict[str, str], origin: str) -> Path:
+def verified(tree: Path, pin: dict[str, str], origin: str, remedy: str = "") -> Path:
     if not (tree / "include" / "llama.h").is_file():
-        raise FetchError(f"{origin} {tree} is not a llama.cpp source tree: it has no include/llama.h")
+        raise FetchError(f"{origin} {tree} is not a llama.cpp source tree: it has no include/llama.h{remedy}")
     actual = tree_sha256(tree)
     if actual != pin["tree_sha256"]:
         raise FetchError(
             f"{origin} {tree} is not llama.cpp {pin['commit']}: "
-            f"tree digest {actual[:16]}, expected {pin['tree_sha256'][:16]}"
+            f"tree digest {actual[:16]}, expected {pin['tree_sha256'][:16]}{remedy}"
         )
     return tree
 
@@ -72,7 +73,7 @@ def verified(tree: Path, pin: dict[str, str], origin: str) -> Path:
 def cache_dir() -> Path:
     if given := os.environ.get(CACHE_VARIABLE):
         return Path(given)
-    if os.name == "nt":
+    if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "llamacppshim"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamacppshim"
 
@@ -81,7 +82,7 @@ def cache_dir() -> Path:
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on `path`, so that builds that start together download once."""
     with open(path, "a+b") as file:
-        if os.name == "nt":
+        if sys.platform == "win32":
             msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
         else:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -91,24 +92,26 @@ def locked(path: Path) -> Iterator[None]:
 def download(pin: dict[str, str], into: Path) -> Path:
     """The source distribution that vendors the pinned commit, its hash checked by pip."""
     requirements = into / "requirements.txt"
-    requirements.write_text(f"llama-cpp-python=={pin['release']} --hash=sha256:{pin['sdist_sha256']}\n")
+    requirements.write_text(f"llama-cpp-python=={pin['release']} --hash=sha256:{pin['sdist_sha256']}\n", "utf-8")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    # Without build isolation the distribution's metadata hook uses the build tools that we already require.
-    command += ["--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
-    command += ["--requirement", str(requirements), "--dest", str(into)]
+    command += ["--no-binary", ":all:", "--require-hashes", "--requirement", str(requirements), "--dest", str(into)]
+    # pip asks the distribution's build backend for its metadata. Our own build has that backend at hand; elsewhere pip
+    # must be let fetch it.
+    if importlib.util.find_spec("scikit_build_core"):
+        command.append("--no-build-isolation")
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if result.returncode != 0:
         output = result.stdout + result.stderr
-        errors = [line.strip() for line in output.splitlines() if line.strip()]
         if "DO NOT MATCH THE HASHES" in output:
             got = re.search(r"Got\s+([0-9a-f]{64})", output)
             raise FetchError(
                 f"llama-cpp-python {pin['release']} has a wrong hash: "
                 f"got {got.group(1) if got else 'another'}, expected {pin['sdist_sha256']}"
             )
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["pip said nothing"]
         raise FetchError(
-            f"llama-cpp-python {pin['release']} cannot be downloaded "
-            f"({errors[-1] if errors else 'pip said nothing'}); "
+            f"llama-cpp-python {pin['release']} cannot be downloaded ({errors[-1]}); "
             f"set {SOURCE_VARIABLE} to a llama.cpp {pin['commit']} tree to build without a package index"
         )
     (archive,) = into.glob("*.tar.gz")
@@ -136,17 +139,29 @@ def fetch(source: str | None = None) -> Path:
     if given := source or os.environ.get(SOURCE_VARIABLE):
         return verified(Path(given).resolve(), pin, "the given tree")
     cache = cache_dir()
-    cache.mkdir(parents=True, exist_ok=True)
     tree = cache / f"llama.cpp-{pin['commit']}"
+    if not tree.is_dir():
+        try:
+            fill(cache, tree, pin)
+        except OSError as error:
+            raise FetchError(f"cache {cache} cannot be written ({error}); set {CACHE_VARIABLE} to another") from error
+    return verified(tree, pin, "the cached tree", "; delete it to fetch it anew")
+
+
+def fill(cache: Path, tree: Path, pin: dict[str, str]) -> None:
+    """Puts the tree into the cache, whole or not at all."""
+    cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / f"{tree.name}.lock"):
         if tree.is_dir():
-            return verified(tree, pin, "the cached tree")
+            return
+        unfinished = f"{tree.name}.fetch-"
+        for left_over in cache.glob(f"{unfinished}*"):  # of a fetch that was killed: the lock is ours, so none runs
+            shutil.rmtree(left_over, ignore_errors=True)
         print(f"downloading llama.cpp {pin['commit']} (77 MB, once)", file=sys.stderr)
-        with tempfile.TemporaryDirectory(dir=cache, prefix="fetch-") as folder:
+        with tempfile.TemporaryDirectory(dir=cache, prefix=unfinished) as folder:
             unpacked = unpack(download(pin, Path(folder)), Path(folder) / "tree")
             verified(unpacked, pin, "the downloaded tree")
-            shutil.move(unpacked, tree)
-    return tree
+            unpacked.rename(tree)
 
 
 def main() -> int:

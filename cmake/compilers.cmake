@@ -1,0 +1,35 @@
+# Chooses the C and C++ compilers before project() does: one clear error where there is none, and one name for one gcc.
+# ninja and ccache tell compilers apart by name, so that cc, gcc and gcc-12 in turn would each build everything anew.
+
+function(lcs_choose_compiler lang variable gnu)
+    if(DEFINED CMAKE_${lang}_COMPILER OR CMAKE_TOOLCHAIN_FILE OR NOT CMAKE_HOST_UNIX)
+        return()
+    endif()
+    set(wanted "$ENV{${variable}}")
+    if(wanted MATCHES " ") # a launcher or flags: CMake's to understand
+        return()
+    endif()
+    if(wanted)
+        find_program(found "${wanted}" NO_CACHE)
+    else()
+        find_program(found NAMES ${ARGN} NO_CACHE)
+    endif()
+    if(NOT found AND wanted)
+        message(FATAL_ERROR "${variable} is \"${wanted}\", which is no program")
+    elseif(NOT found)
+        message(FATAL_ERROR "there is no ${lang} compiler: install gcc and g++ (or clang), or name it in ${variable}")
+    endif()
+    find_program(gcc ${gnu} NO_CACHE)
+    if(gcc)
+        file(REAL_PATH "${found}" found_file)
+        file(REAL_PATH "${gcc}" gcc_file)
+        # Behind one file of ccache or distcc stand all compilers.
+        if(found_file STREQUAL gcc_file AND NOT gcc_file MATCHES "cache|distcc")
+            set(found "${gcc}")
+        endif()
+    endif()
+    set(CMAKE_${lang}_COMPILER "${found}" CACHE FILEPATH "${lang} compiler")
+endfunction()
+
+lcs_choose_compiler(C CC gcc cc gcc clang)
+lcs_choose_compiler(CXX CXX g++ c++ g++ clang++)
