@@ -187,6 +187,19 @@ llama_context_params judge(const model_box & box, const lcs_context_params & p) 
     return out;
 }
 
+#if !defined(LCS_OPENMP)
+// The CPU backend remembers the pool of its last graph and pauses it when it is given another: also one that is gone.
+void forget_pool(lcs_context & ctx) {
+    const ggml_backend_sched_t sched = ctx.ctx->get_sched();
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+        const ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
+        if (ggml_backend_is_cpu(backend)) {
+            ggml_backend_cpu_set_threadpool(backend, nullptr);
+        }
+    }
+}
+#endif
+
 void attach_pools(lcs_context & ctx, int32_t n_threads, int32_t n_threads_batch) {
 #if !defined(LCS_OPENMP) // OpenMP keeps its own team, and reads a smaller pool out of bounds
     const auto make = [&](int32_t n) {
@@ -202,6 +215,7 @@ void attach_pools(lcs_context & ctx, int32_t n_threads, int32_t n_threads_batch)
     threadpool_ptr pool = make(n_threads);
     threadpool_ptr pool_batch = n_threads == n_threads_batch ? nullptr : make(n_threads_batch);
     llama_attach_threadpool(ctx.ctx.get(), pool.get(), pool_batch ? pool_batch.get() : pool.get());
+    forget_pool(ctx);
     ctx.pool = std::move(pool);
     ctx.pool_batch = std::move(pool_batch);
 #endif

@@ -170,10 +170,6 @@ struct adapter_box {
     adapter_box & operator=(const adapter_box &) = delete;
 };
 
-// gguf.cpp: the bounded, strict reader of a GGUF header. Throws LOAD for what llama.cpp would assert on, or misread.
-void check_model_file(const char * path);
-void check_adapter_file(const char * path);
-
 // model.cpp: LOAD, or NOMEM, in the words of llama.cpp's last error line.
 [[noreturn]] void fail_load(const std::string & log_line);
 

@@ -21,7 +21,7 @@ static lcs_context * make(lcs_model * model, uint32_t n_seq_max, bool unified) {
     p.n_ubatch = N_UBATCH;
     p.n_seq_max = n_seq_max;
     p.kv_unified = unified;
-    p.n_threads = 2;
+    p.n_threads = 1;
     CHECK_OK(lcs_context_init(model, &p, &ctx));
     return ctx;
 }

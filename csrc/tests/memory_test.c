@@ -21,7 +21,7 @@ static lcs_context * make(lcs_model * model, uint32_t n_seq_max, bool unified) {
     p.n_ubatch = N_UBATCH;
     p.n_seq_max = n_seq_max;
     p.kv_unified = unified;
-    p.n_threads = 2;
+    p.n_threads = 1;
     CHECK_OK(lcs_context_init(model, &p, &ctx));
     return ctx;
 }
@@ -188,6 +188,7 @@ static void test_a_shift_moves_positions(lcs_model * model) {
     lcs_context_params p;
     lcs_context_params_init(&p);
     p.n_ctx = 256;
+    p.n_threads = 1;
     p.type_k = LCS_TYPE_Q8_0;
     p.flash_attn = LCS_FLASH_ATTN_ON;
     CHECK_OK(lcs_context_init(model, &p, &ctx));
@@ -205,6 +206,7 @@ static void test_a_windowed_memory_tells_what_is_left(lcs_model * model) {
     p.n_ctx = 1024;
     p.n_batch = 64;
     p.n_ubatch = N_UBATCH;
+    p.n_threads = 1;
     CHECK_OK(lcs_context_init(model, &p, &ctx));
     for (int32_t i = 0; i < 600; i += 60) {
         feed(ctx, 0, i, i + 60);
@@ -252,6 +254,7 @@ static void test_rollback_slots_hold_only_the_last_ubatch(lcs_model * model) {
     p.n_batch = 64;
     p.n_ubatch = N_UBATCH;
     p.n_rs_seq = 3;
+    p.n_threads = 1;
     CHECK_OK(lcs_context_init(model, &p, &ctx));
     CHECK_OK(lcs_context_get_info(ctx, &info));
     CHECK(info.n_rs_seq == 3); /* lfm2 is on llama.cpp's list */
