@@ -1,0 +1,69 @@
+"""Owns the command line: arguments in, one line and an exit code out. The work is done elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import rich.console
+    import typer
+except ImportError:
+    sys.exit("llamacppshim: the command line needs its extra: pip install 'llamacppshim[cli]'")
+
+from llamacppshim.errors import LlamaCppShimError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def commands() -> None:
+    """In-process llama.cpp whose context is kept."""
+
+
+@app.command()
+def demo(
+    repo: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A folder of source files to ask about. [default: this package's own]"),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A GGUF file. [default: SmolLM2-135M-Instruct, 93 MB, downloaded once]"),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the figures there too."),
+    ] = None,
+) -> None:
+    """Ask three questions about a folder of source files, reading it once.
+
+    Each turn prefills only what the context does not hold yet. The last one is then run again in a fresh context, to
+    compare. About two minutes on two cores; about 4,000 tokens of the files are read.
+    """
+    from llamacppshim.demo import run
+
+    run(rich.console.Console(), repo, model, json)
+
+
+def main() -> None:
+    """The console script. An error is one line and exit code 1, Ctrl-C is 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows what it can
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except LlamaCppShimError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    print(f"llamacppshim: {message}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
