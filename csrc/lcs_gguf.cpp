@@ -652,6 +652,9 @@ void judge_tensors(const gguf_header & header) {
 } // namespace
 
 void judge_model(const gguf_header & header) {
+    if (!header.text("general.architecture")) {
+        refuse("general.architecture is missing, or no text");
+    }
     const hparams p(header);
     judge_hparams(p);
     judge_vocabulary(header, p);
@@ -693,10 +696,13 @@ gguf_header read_model_file(const std::string & path) {
     for (int32_t i = 1; i < n_parts; ++i) {
         llama_split_path(name.data(), name.size(), prefix.data(), i, n_parts);
         try {
-            const gguf_header            part{std::string(name.data())};
-            const gguf_header::value *   no = part.find("split.no");
+            const gguf_header          part{std::string(name.data())};
+            const gguf_header::value * no = part.find("split.no");
             if (no == nullptr || no->is_array || no->type != GGUF_TYPE_UINT16) {
                 refuse("split.no is no u16");
+            }
+            if (part.integer_at(*no, 0) != i) {
+                refuse("split.no is " + std::to_string(part.integer_at(*no, 0)) + ", expected " + std::to_string(i));
             }
             judge_tensors(part);
         } catch (failure & f) {

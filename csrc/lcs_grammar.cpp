@@ -423,7 +423,8 @@ private:
             ++at_;
         }
         if (peek() != '>') {
-            refuse(at_ == end_ ? "a < without its >" : "a token text over " + std::to_string(MAX_TOKEN_BYTES) + " bytes");
+            refuse(at_ == end_ ? "a < without its >"
+                               : "a token text over " + std::to_string(MAX_TOKEN_BYTES) + " bytes");
         }
         ++at_;
         if (model_ == nullptr) {
@@ -468,7 +469,8 @@ private:
     // x{2,4} becomes x x s2, with s2 ::= x s1 | and s1 ::= x | ; x{2,} becomes x x s, with s ::= x s | .
     void repeat(std::vector<element> & sequence, size_t last, uint64_t low, uint64_t high) {
         if (sequence.size() - last > 1) {
-            const element whole{element::REF, add_rule({{sequence.begin() + static_cast<ptrdiff_t>(last), sequence.end()}})};
+            const std::vector<element> repeated(sequence.begin() + static_cast<ptrdiff_t>(last), sequence.end());
+            const element              whole{element::REF, add_rule({repeated})};
             sequence.resize(last);
             sequence.push_back(whole);
         }
@@ -489,8 +491,8 @@ private:
         }
     }
 
-    // A rule that can begin with itself. As in llama.cpp, only an alternative without elements counts as empty here, so that
-    // the same grammars are refused; the matcher ends on those that are left.
+    // A rule that can begin with itself. As in llama.cpp, only an alternative without elements counts as empty here, so
+    // that the same grammars are refused; the matcher ends on those that are left.
     void refuse_left_recursion() {
         const auto may_be_empty = [&](uint32_t rule) {
             return std::any_of(bodies_[rule].alternatives.begin(), bodies_[rule].alternatives.end(),
@@ -648,7 +650,8 @@ grammar_triggers::pattern compile_trigger(const char * text) {
             uint64_t largest = 1;
             uint64_t value = 0;
             for (size_t j = i + 1; j < n_bytes && text[j] != '}'; ++j) {
-                value = is_digit(text[j]) ? std::min<uint64_t>(value * 10 + static_cast<uint64_t>(text[j] - '0'), MAX_COST + 1) : 0;
+                const uint64_t more = value * 10 + static_cast<uint64_t>(text[j] - '0');
+                value = is_digit(text[j]) ? std::min(more, MAX_COST + 1) : 0;
                 largest = std::max(largest, value);
             }
             cost *= largest;

@@ -1,6 +1,6 @@
-// A grammar as rules, and what of it is left to write. grammar.cpp makes the rules from GBNF text; matcher.cpp follows an
-// output through them. llama.cpp's own engine is not used: some texts make it hang, abort or exhaust memory (an ambiguous
-// grammar doubles its stacks with every character), and it prints its errors to stderr.
+// A grammar as rules, and what of it is left to write. grammar.cpp makes the rules from GBNF text; matcher.cpp follows
+// an output through them. llama.cpp's own engine is not used: some texts make it hang, abort or exhaust memory (an
+// ambiguous grammar doubles its stacks with every character), and it prints its errors to stderr.
 #pragma once
 
 #include "lcs_internal.hpp"
@@ -71,8 +71,8 @@ struct grammar_triggers {
 
 grammar_triggers::pattern compile_trigger(const char * text);
 
-// Where a pattern's first group that is not empty (else its match) begins; npos: no match. n_old bytes of the output were
-// searched before.
+// Where a pattern's first group that is not empty (else its match) begins; npos: no match. n_old bytes of the output
+// were searched before.
 size_t find_trigger(const grammar_triggers::pattern & pattern, const std::string & output, size_t n_old);
 
 // A UTF-8 character begun by one token and ended by a later one.
@@ -85,7 +85,7 @@ struct partial_char {
 // Appends the code points of bytes, which go on from partial. False: not UTF-8, or a NUL.
 bool decode_utf8(std::string_view bytes, partial_char & partial, std::vector<uint32_t> & code_points);
 
-// The tokens of a vocabulary in the order of their texts, so that a walk follows each common begin once. Made once a model.
+// The tokens of a vocabulary in the order of their texts, so that a walk follows each common begin once.
 struct vocab_walk {
     struct entry {
         int32_t  token;
@@ -106,8 +106,8 @@ std::string token_text(const model_box & model, int32_t token);
 
 /*
  * The places in a grammar where an output can be: an Earley recogniser whose items are elements, and whose frames are
- * "this rule, begun there" with the places to go on when it ends. Equal continuations are shared, so that ambiguity costs
- * memory by its width, not by the number of readings. A copy goes on by itself.
+ * "this rule, begun there" with the places to go on when it ends. Equal continuations are shared, so that ambiguity
+ * costs memory by its width, not by the number of readings. A copy goes on by itself.
  */
 class grammar_matcher {
 public:

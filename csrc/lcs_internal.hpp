@@ -182,7 +182,7 @@ void require_token(const model_box & box, int32_t token);
 // context.cpp: for the sampler. The handle must be entered; as lcs_context_logits.
 const float * logits_row(lcs_context & ctx, int32_t row);
 
-// grammar.cpp: GRAMMAR where upstream's parser would hang, overflow or exhaust memory on this text.
+// grammar.cpp: GRAMMAR where the text is no GBNF grammar with a rule "root", or exceeds the limits in lcs.h.
 void check_grammar_text(const char * text);
 
 // A new lcs_string owned by the caller.

@@ -203,8 +203,8 @@ void grammar_matcher::close_step(place & to) {
     }
 }
 
-// A rule called as the last of its caller returns to the caller's callers at once: lists that recurse on their right stay
-// as deep as they began.
+// A rule called as the last of its caller returns to the caller's callers at once: lists that recurse on their right
+// stay as deep as they began.
 void grammar_matcher::flatten(uint32_t made) {
     const auto is_tail = [&](const item & next_item) {
         return next_item.frame != 0 && grammar_->elements[next_item.element].type == grammar_element::END;
@@ -298,8 +298,9 @@ bool grammar_matcher::follow(int32_t token, std::string_view text, place & to, p
     } else {
         to.items.insert(to.items.end(), by_text.items.begin(), by_text.items.end());
         to.complete = to.complete || by_text.complete;
-        std::sort(to.items.begin(), to.items.end(),
-                  [](const item & a, const item & b) { return key_of(a.element, a.frame) < key_of(b.element, b.frame); });
+        std::sort(to.items.begin(), to.items.end(), [](const item & a, const item & b) {
+            return key_of(a.element, a.frame) < key_of(b.element, b.frame);
+        });
         to.items.erase(std::unique(to.items.begin(), to.items.end(),
                                    [](const item & a, const item & b) {
                                        return a.element == b.element && a.frame == b.frame;

@@ -1,4 +1,4 @@
-// Passes over a row of logits. The library is compiled for the oldest CPU it may meet, so the lanes are chosen at run time.
+// Passes over a row of logits. The library is compiled for the oldest CPU it may meet: lanes are chosen at run time.
 #include "lcs_row.hpp"
 
 #include "lcs.h"

@@ -1,5 +1,5 @@
-// Samplers. What keeps state (draws, history, Mirostat, the grammar) is ours, so that clone, reset and an error leave exactly
-// what lcs.h says; DRY and the filters are llama.cpp's, run on as few candidates as can matter.
+// Samplers. What keeps state (draws, history, Mirostat, the grammar) is ours, so that clone, reset and an error leave
+// exactly what lcs.h says; DRY and the filters are llama.cpp's, run on as few candidates as can matter.
 #include "lcs_context.hpp"
 #include "lcs_grammar.hpp"
 #include "lcs_row.hpp"
@@ -180,8 +180,8 @@ std::shared_ptr<plan> make_plan(const model_box & model, const lcs_sampler_param
     require_count("trigger_tokens", p.trigger_tokens, p.n_trigger_tokens, n_vocab);
     for (size_t i = 0; i < p.n_dry_breakers; ++i) {
         require(p.dry_breakers[i], "dry_breakers entry");
-        require_range("bytes of a DRY breaker", static_cast<int64_t>(strnlen(p.dry_breakers[i], MAX_BREAKER_BYTES + 1)), 1,
-                      MAX_BREAKER_BYTES);
+        const size_t n_bytes = strnlen(p.dry_breakers[i], MAX_BREAKER_BYTES + 1);
+        require_range("bytes of a DRY breaker", static_cast<int64_t>(n_bytes), 1, MAX_BREAKER_BYTES);
     }
     for (size_t i = 0; i < p.n_trigger_patterns; ++i) {
         require(p.trigger_patterns[i], "trigger_patterns entry");
@@ -220,8 +220,8 @@ std::shared_ptr<plan> make_plan(const model_box & model, const lcs_sampler_param
         const auto & entry = p.logit_bias[i];
         require_token(model, entry.token);
         if (!(entry.bias < std::numeric_limits<float>::infinity())) {
-            fail(LCS_STATUS_ARG, "the bias of token " + std::to_string(entry.token) + " is neither finite nor -infinity",
-                 "logit_bias");
+            fail(LCS_STATUS_ARG,
+                 "the bias of token " + std::to_string(entry.token) + " is neither finite nor -infinity", "logit_bias");
         }
         out.bias.push_back(entry);
     }
@@ -473,7 +473,10 @@ private:
         }
         // Ids rise, so that an equal value comes too late, unless it is compared with a touched token.
         const auto threshold = [&] {
-            return !full() ? FORBIDDEN : touched.empty() ? all_.front().logit : std::nextafter(all_.front().logit, FORBIDDEN);
+            if (!full()) {
+                return FORBIDDEN;
+            }
+            return touched.empty() ? all_.front().logit : std::nextafter(all_.front().logit, FORBIDDEN);
         };
         for (int32_t token = next_above(row_, 0, n_vocab_, threshold()); token < n_vocab_;
              token = next_above(row_, token + 1, n_vocab_, threshold())) {
@@ -498,7 +501,8 @@ private:
     }
 
     void drop_below(float limit) {
-        const auto end = std::remove_if(at_.data, at_.data + at_.size, [limit](const auto & c) { return c.logit < limit; });
+        const auto end =
+            std::remove_if(at_.data, at_.data + at_.size, [limit](const auto & c) { return c.logit < limit; });
         at_.size = static_cast<size_t>(end - at_.data);
     }
 

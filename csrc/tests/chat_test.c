@@ -789,8 +789,8 @@ static void test_deep_and_circular_values_of_a_template_are_freed(void) {
         int          n;
         const char * made;
     } cases[] = {
-            {30000, "{% set ns = namespace(x=[]) %}{% for i in range(N) %}{% set ns.x = [[[[[[[[[[ns.x]]]]]]]]]] %}{% endfor %}"},
-            {30000, "{% set ns = namespace(x={}) %}{% for i in range(N) %}{% set ns.x = {1: {1: {1: {1: {1: {1: ns.x}}}}}} %}{% endfor %}"},
+            {60000, "{% set ns = namespace(x=[]) %}{% for i in range(N) %}{% set ns.x = [[[[[[[[[[ns.x]]]]]]]]]] %}{% endfor %}"},
+            {60000, "{% set ns = namespace(x={}) %}{% for i in range(N) %}{% set ns.x = {1: {1: {1: {1: {1: {1: ns.x}}}}}} %}{% endfor %}"},
             {20000, "{% set ns = namespace(p=1) %}{% for i in range(N) %}{% for x in [ns.p, 1] %}{% set ns.p = loop %}{% endfor %}"
                     "{% endfor %}"},
             {20000, "{% set ns = namespace(p=1) %}{% for i in range(N) %}{% set ns.p = {'k': ns.p}.items()[0] %}{% endfor %}"},

@@ -1,11 +1,10 @@
-// Grammar texts of any kind: refused with GRAMMAR, or compiled and followed within bounds. Under libFuzzer one input is one
-// text. Without it, a plain test: seeded mutations of good and bad texts, then random grammars against llama.cpp's engine
-// as the oracle.
+// Grammar texts of any kind: refused with GRAMMAR, or compiled and followed within bounds. Under libFuzzer one input is
+// one text. Without it, a plain test: seeded mutations of good and bad texts, then random grammars against llama.cpp's
+// engine as the oracle.
 #include "lcs_grammar.hpp"
 
 #include "llama-grammar.h"
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
@@ -99,8 +98,8 @@ std::string random_item(std::mt19937 & rng, int rule, int n_rules, int depth) {
     } else if (pick < 7) {
         item = "r" + std::to_string(rule + 1 + static_cast<int>(rng() % static_cast<unsigned>(n_rules - rule - 1)));
     } else {
-        item = "( " + random_item(rng, rule, n_rules, depth + 1) + " | " + random_item(rng, rule, n_rules, depth + 1) + " " +
-               random_item(rng, rule, n_rules, depth + 1) + " )";
+        const auto inner = [&] { return random_item(rng, rule, n_rules, depth + 1); };
+        item = "( " + inner() + " | " + inner() + " " + inner() + " )";
     }
     // Repeating what may be empty is where llama.cpp refuses or grows without end, so only the outermost is repeated.
     static const char * const REPEATS[] = {"*", "+", "?", "{2}", "{1,3}", "{0,2}", "{2,}"};
@@ -136,10 +135,12 @@ std::string random_grammar(std::mt19937 & rng) {
 void compare_with_llama(std::mt19937 & rng, int64_t & n_taken, int64_t & n_refused) {
     const std::string text = random_grammar(rng);
     const auto        rules = lcs::compile_grammar(text.c_str(), nullptr, nullptr);
-    static const char * const PIECES[] = {"a", "b", "ab", "ba", "c", "d", "\xC3\xA4", "\xC3", "\xA4", "\xE2\x82", "aab", "bab"};
+    static const char * const PIECES[] = {"a",        "b",    "ab",   "ba",       "c",   "d",
+                                          "\xC3\xA4", "\xC3", "\xA4", "\xE2\x82", "aab", "bab"};
     for (int n_tries = 0; n_tries < 6; ++n_tries) {
         lcs::grammar_matcher matcher(rules, nullptr, nullptr);
-        llama_grammar *      oracle = llama_grammar_init_impl(nullptr, text.c_str(), "root", false, nullptr, 0, nullptr, 0);
+        llama_grammar *      oracle =
+            llama_grammar_init_impl(nullptr, text.c_str(), "root", false, nullptr, 0, nullptr, 0);
         CHECK(oracle != nullptr);
         bool in_character = false; // there llama.cpp says no earlier than the next byte
         for (int step = 0; step < 12; ++step) {
@@ -202,7 +203,7 @@ void follow_the_ambiguous() {
     CHECK(matcher.complete());
     CHECK(!matcher.accept_text("b"));
 
-    // Two alternatives a rule: 2^200 readings of one character, and as many paths for a naive search for left recursion.
+    // Two alternatives a rule: 2^200 readings, and as many paths for a naive search for left recursion.
     std::string deep = "root ::= r0\n";
     for (int i = 0; i < 200; ++i) {
         const std::string next = "r" + std::to_string(i + 1);
@@ -217,16 +218,16 @@ void follow_the_ambiguous() {
     CHECK(wide.complete() && !wide.accept_text("b"));
 
     // What a rule may begin with is itself behind a part that may be empty: llama.cpp accepts it and never returns.
-    lcs::grammar_matcher hidden(lcs::compile_grammar("root ::= a root \"c\" | \"x\"\na ::= b\nb ::= | \"y\"\n", nullptr, nullptr),
-                                nullptr, nullptr);
+    const char * const   behind_nothing = "root ::= a root \"c\" | \"x\"\na ::= b\nb ::= | \"y\"\n";
+    lcs::grammar_matcher hidden(lcs::compile_grammar(behind_nothing, nullptr, nullptr), nullptr, nullptr);
     CHECK(hidden.accept_text("x") && hidden.complete());
     for (int i = 0; i < 50; ++i) {
         CHECK(hidden.accept_text("c") && hidden.complete());
     }
 
     // A list stays as deep as it began.
-    lcs::grammar_matcher list(lcs::compile_grammar("root ::= \"[\" l \"]\"\nl ::= i l | i\ni ::= [a-z] (\",\" | \";\")", nullptr,
-                                                   nullptr), nullptr, nullptr);
+    const char * const   a_list = "root ::= \"[\" l \"]\"\nl ::= i l | i\ni ::= [a-z] (\",\" | \";\")";
+    lcs::grammar_matcher list(lcs::compile_grammar(a_list, nullptr, nullptr), nullptr, nullptr);
     CHECK(list.accept_text("["));
     for (int i = 0; i < 100000; ++i) {
         CHECK(list.accept_text("a,"));

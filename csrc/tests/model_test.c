@@ -309,6 +309,7 @@ static void test_a_value_that_would_end_the_process_is_refused(const char * path
     CHECK_DAMAGE(put_u32(value_of(b, "llama.embedding_length"), 0), "");
     CHECK_DAMAGE(put_u32(value_of(b, "llama.embedding_length"), 127), "n_rot");
     CHECK_DAMAGE(put_u32(type_of(b, "llama.block_count"), 6), "wrong type");
+    CHECK_DAMAGE(replace_all(b, "general.architecture", "general.architektur!"), "general.architecture is missing");
     CHECK_DAMAGE(put_u32(type_of(b, "llama.block_count"), 13), "unknown type 13");
     CHECK_DAMAGE(put_u32(type_of(b, "tokenizer.ggml.tokens") + 4, 9), "unknown type 9");
     CHECK_DAMAGE(put_u64(type_of(b, "tokenizer.ggml.token_type") + 8, UINT64_C(1) << 40), "claims");
@@ -464,7 +465,7 @@ static void test_a_split_model_is_one_model(int argc, char ** argv) {
     put_u32(type_of(two, "split.no"), 2);
     value_of(two, "split.no")[0] = 0;
     write_bytes("s-00002-of-00002.gguf", two.data, two.n);
-    check_refused(path, "");
+    check_refused(path, "split.no is 0, expected 1");
     value_of(two, "split.no")[0] = 1;
     write_bytes("s-00002-of-00002.gguf", two.data, two.n);
     lcs_model_free(load_model(path));

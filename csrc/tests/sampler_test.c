@@ -1,5 +1,5 @@
-/* Samplers: every option against llama.cpp's own full chain, draws and seeds, grammars against llama.cpp's grammar, lazy
- * grammars, and what each error leaves behind. */
+/* Samplers: every option against llama.cpp's own full chain, draws and seeds, grammars against llama.cpp's grammar,
+ * lazy grammars, and what each error leaves behind. */
 #include "check.h"
 
 #include "gguf.h"
@@ -134,9 +134,9 @@ static struct llama_sampler * full_chain(const lcs_sampler_params * p) {
                                                                  (const llama_logit_bias *) p->logit_bias));
     llama_sampler_chain_add(chain, llama_sampler_init_penalties(g_n_vocab, p->penalty_last_n, p->penalty_repeat,
                                                                 p->penalty_freq, p->penalty_present));
-    llama_sampler_chain_add(chain, llama_sampler_init_dry(g_vocab, p->dry_multiplier, p->dry_base, p->dry_allowed_length,
-                                                          p->dry_penalty_last_n, (const char **) p->dry_breakers,
-                                                          p->n_dry_breakers));
+    llama_sampler_chain_add(chain, llama_sampler_init_dry(g_vocab, p->dry_multiplier, p->dry_base,
+                                                          p->dry_allowed_length, p->dry_penalty_last_n,
+                                                          (const char **) p->dry_breakers, p->n_dry_breakers));
     if (p->temperature <= 0) {
         llama_sampler_chain_add(chain, llama_sampler_init_greedy());
         return chain;
@@ -147,9 +147,11 @@ static struct llama_sampler * full_chain(const lcs_sampler_params * p) {
         llama_sampler_chain_add(chain, llama_sampler_init_typical(p->typical_p, p->min_keep));
         llama_sampler_chain_add(chain, llama_sampler_init_top_p(p->top_p, p->min_keep));
         llama_sampler_chain_add(chain, llama_sampler_init_min_p(p->min_p, p->min_keep));
-        llama_sampler_chain_add(chain, llama_sampler_init_xtc(p->xtc_probability, p->xtc_threshold, p->min_keep, p->seed));
+        llama_sampler_chain_add(
+            chain, llama_sampler_init_xtc(p->xtc_probability, p->xtc_threshold, p->min_keep, p->seed));
     }
-    llama_sampler_chain_add(chain, llama_sampler_init_temp_ext(p->temperature, p->dynatemp_range, p->dynatemp_exponent));
+    llama_sampler_chain_add(chain,
+                            llama_sampler_init_temp_ext(p->temperature, p->dynatemp_range, p->dynatemp_exponent));
     if (p->mirostat == 1) {
         llama_sampler_chain_add(chain,
                                 llama_sampler_init_mirostat(g_n_vocab, p->seed, p->mirostat_tau, p->mirostat_eta, 100));
