@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-PROMPT = "The capital of France is"
-ANSWER = "Paris"
+PROMPT = "The opposite of hot is"
+ANSWER = "cold"
 N_ANSWER = 8
 
 

@@ -4,7 +4,7 @@ Tokens a second of prefill and decode; ratio to ggml's threads at poll 50, its d
 95% interval. With the machine idle, and with one core kept busy by another process.
 Baseline: this tree built with LLAMACPPSHIM_OPENMP=OFF, poll 50. llama-bench shows what the same threads do as upstream
 has them, without third_party/spin_yield.h. A fresh process a side and round.
-Check: every side goes on "The capital of France is" with the same tokens, Paris among them.
+Check: every side goes on "The opposite of hot is" with the same tokens, "cold" among them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 from typing import Any
 
 import _run
+import _worker
 import peers
 import speed
 
@@ -45,7 +46,7 @@ def main() -> None:
         answers = [
             _run.ours("speed", threads, n_prompt=0, n_gen=0, repetitions=0, **arguments)[0] for threads in peers.THREADS
         ]
-        assert "Paris" in answers[0]["text"], f"{name}: {answers[0]['text']!r}"
+        assert _worker.ANSWER in answers[0]["text"], f"{name}: {answers[0]['text']!r}"
         assert answers[0]["answer"] == answers[1]["answer"], f"{name}: {answers[1]['text']!r}"
         arguments |= {"check": False, **work}
         sides = {f"poll {poll}": functools.partial(measure, "pool", poll=poll, **arguments) for poll in polls}

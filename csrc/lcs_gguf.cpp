@@ -678,6 +678,9 @@ void judge_adapter(const gguf_header & header) {
 
 gguf_header read_model_file(const std::string & path) {
     gguf_header first(path);
+    if (const int64_t no = first.integer("split.no").value_or(0); no > 0) {
+        refuse("is part " + std::to_string(no + 1) + " of a split model, whose first part must be given");
+    }
     judge_model(first);
     const gguf_header::value * count = first.find("split.count");
     if (count == nullptr || count->is_array || count->type != GGUF_TYPE_UINT16) {

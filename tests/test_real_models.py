@@ -66,18 +66,22 @@ def test_the_kinds_of_memory_are_told_apart(smollm2: Path, gemma3: Path) -> None
             assert (model.memory_kind, model.n_swa) == expected
 
 
-def test_the_capital_of_france_is_paris(model: Model) -> None:
-    with Context(model, n_ctx=256) as ctx:
-        ctx.decode(model.tokenize("The capital of France is", add_special=True, parse_special=False))
-        assert b"Paris" in model.detokenize(greedy(ctx, model, 12))
+@pytest.mark.parametrize(
+    ("name", "prompt", "expected"),
+    [("smollm2", "The capital of France is", b"Paris"), ("gemma3", "The opposite of hot is", b"cold")],
+)
+def test_what_is_asked_is_known(name: str, prompt: str, expected: bytes, request: pytest.FixtureRequest) -> None:
+    with Model(request.getfixturevalue(name)) as model, Context(model, n_ctx=256) as ctx:
+        ctx.decode(model.tokenize(prompt, add_special=True, parse_special=False))
+        assert expected in model.detokenize(greedy(ctx, model, 8))
 
 
 def test_a_question_in_chat_form_is_answered_and_ended(smollm2: Path) -> None:
     with Model(smollm2) as model, ChatTemplate(model) as template, Context(model, n_ctx=512) as ctx:
-        text = template.render([{"role": "user", "content": "What is the capital of France?"}]).text
+        text = template.render([{"role": "user", "content": "What is the capital city of Germany?"}]).text
         ctx.decode(model.tokenize(text, add_special=True, parse_special=True))
         answer = greedy(ctx, model, 100)
-        assert b"Paris" in model.detokenize(answer)
+        assert b"Berlin" in model.detokenize(answer)
         assert len(answer) < 100
 
 
@@ -99,8 +103,8 @@ def test_a_changed_suffix_on_a_warm_prefix_gives_what_a_cold_run_gives(smollm2: 
 
 
 @pytest.mark.usefixtures("smollm2")
-def test_the_readme_example_runs_and_knows_paris(tmp_path: Path) -> None:
+def test_the_readme_example_runs_and_knows_berlin(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     result = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "Paris" in result.stdout
+    assert "Berlin" in result.stdout
