@@ -273,8 +273,9 @@ LCS_API lcs_status lcs_vocab_get_specials(const lcs_model * model, lcs_vocab_spe
  *   tokens         capacity entries; n_out gets the number of tokens
  *
  * ARG          add_special on a model that wants a token it does not have
- * RANGE        n_bytes over 2^31 - 1
- * UNSUPPORTED  the model has no vocabulary
+ * RANGE        n_bytes over 2^31 - 1; or, for pre-tokenizers that llama.cpp runs by std::regex, which recurses for each
+ *              character: one word of over 1,048,576 characters (deepseek-llm: over 1,000 blanks; superbpe: digits)
+ * UNSUPPORTED  the model has no vocabulary ("vocab"), or lacks tokens for bytes of the text ("byte tokens")
  * Source: llama_tokenize.
  */
 LCS_API lcs_status lcs_vocab_tokenize(
@@ -413,7 +414,7 @@ typedef struct lcs_context_info {
     bool     kv_unified;
     bool     can_shift;
     bool     embeddings;
-    bool     fatal;           /* DECODE_FATAL happened: only info and free are left */
+    bool     fatal;           /* DECODE_FATAL happened: decode, rows, state and memory are over */
 } lcs_context_info;
 
 LCS_API lcs_status lcs_context_get_info(const lcs_context * ctx, lcs_context_info * info_out);
@@ -661,7 +662,8 @@ LCS_API void lcs_sampler_params_init(lcs_sampler_params * params_out);
 /*
  * Make a sampler for a model's vocabulary. Tokens that the model says must never be sampled are suppressed.
  *
- * ARG RANGE  a value outside its range (not finite, a token outside the vocabulary, last_n over 1,000,000, ...)
+ * ARG RANGE  a value outside its range (not finite, a token outside the vocabulary, last_n over 1,000,000, a DRY
+ *            breaker of over 40 bytes, ...)
  * GRAMMAR    the grammar does not parse, has no root, is left-recursive, or exceeds its limits (1 MiB of text, nesting
  *            256, a repetition of 4,096); a trigger pattern is no regular expression
  * Source: llama_sampler_init_*.
@@ -680,7 +682,9 @@ LCS_API lcs_status lcs_sampler_clone(lcs_sampler * sampler, lcs_sampler ** sampl
  * RANGE     as in lcs_context_logits; or the context's model has another vocabulary size
  * INTERNAL  the row holds a NaN, or nothing that may be chosen
  * GRAMMAR   the grammar allows no token
- * Cost: greedy without bias, penalties or grammar is one vectorised argmax. Otherwise no pass sorts the vocabulary:
+ * Draws: one number a choice, also from a single candidate; XTC takes one more from a generator of its own; a token that
+ * the grammar refuses costs one choice more. Ties go to the lower id, -INFINITY is never chosen, an error draws nothing.
+ * Cost: greedy without bias, penalties or grammar is one vectorised argmax. With top_k > 0 no pass sorts the vocabulary:
  * top-k selects first. A grammar is asked about the chosen token first, and about all only if it refuses that one.
  */
 LCS_API lcs_status lcs_sampler_sample(lcs_sampler * sampler, lcs_context * ctx, int32_t row, int32_t * token_out);

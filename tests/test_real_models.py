@@ -1,4 +1,7 @@
-"""Two trained models, one of attention and one with a sliding window: tokenizers, sense, and warm against cold."""
+"""Two trained models, one of attention and one with a sliding window: tokenizers, sense, and warm against cold.
+
+One thread each: threads that wait for each other crawl on a busy machine, and nothing here is about them.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +74,13 @@ def test_the_kinds_of_memory_are_told_apart(smollm2: Path, gemma3: Path) -> None
     [("smollm2", "The capital of France is", b"Paris"), ("gemma3", "The opposite of hot is", b"cold")],
 )
 def test_what_is_asked_is_known(name: str, prompt: str, expected: bytes, request: pytest.FixtureRequest) -> None:
-    with Model(request.getfixturevalue(name)) as model, Context(model, n_ctx=256) as ctx:
+    with Model(request.getfixturevalue(name)) as model, Context(model, n_ctx=256, n_threads=1) as ctx:
         ctx.decode(model.tokenize(prompt, add_special=True, parse_special=False))
         assert expected in model.detokenize(greedy(ctx, model, 8))
 
 
 def test_a_question_in_chat_form_is_answered_and_ended(smollm2: Path) -> None:
-    with Model(smollm2) as model, ChatTemplate(model) as template, Context(model, n_ctx=512) as ctx:
+    with Model(smollm2) as model, ChatTemplate(model) as template, Context(model, n_ctx=512, n_threads=1) as ctx:
         text = template.render([{"role": "user", "content": "What is the capital city of Germany?"}]).text
         ctx.decode(model.tokenize(text, add_special=True, parse_special=True))
         answer = greedy(ctx, model, 100)
@@ -87,7 +90,7 @@ def test_a_question_in_chat_form_is_answered_and_ended(smollm2: Path) -> None:
 
 def test_a_changed_suffix_on_a_warm_prefix_gives_what_a_cold_run_gives(smollm2: Path) -> None:
     """Oracle: a fresh context that decodes the same pieces. So equal to the bit: near ties cannot hide a wrong cell."""
-    with Model(smollm2) as model, Context(model, n_ctx=1024) as warm:
+    with Model(smollm2) as model, Context(model, n_ctx=1024, n_threads=1) as warm:
         text = "The planets, from the sun outwards, are named as follows. " * 12
         prefix = model.tokenize(text, add_special=True, parse_special=False).tolist()
         warm.decode(prefix, logits="none")
@@ -95,7 +98,7 @@ def test_a_changed_suffix_on_a_warm_prefix_gives_what_a_cold_run_gives(smollm2: 
             suffix = model.tokenize(question, add_special=False, parse_special=False).tolist()
             assert warm.seq_rm(0, len(prefix), -1)
             warm.decode(suffix)
-            with Context(model, n_ctx=1024) as cold:
+            with Context(model, n_ctx=1024, n_threads=1) as cold:
                 cold.decode(prefix, logits="none")
                 cold.decode(suffix)
                 np.testing.assert_array_equal(warm.logits(), cold.logits())

@@ -8,6 +8,13 @@
 
 #define TEMPLATES LCS_LLAMA_DIR "/models/templates"
 
+/* A template has 10 s of the CPU. A sanitizer takes more of them, and more of the stack. */
+#if defined(__SANITIZE_ADDRESS__)
+#    define SLOWER 10
+#else
+#    define SLOWER 1
+#endif
+
 static const char * HI = "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]}";
 
 static const char * WEATHER =
@@ -807,11 +814,11 @@ static void test_deep_and_circular_values_of_a_template_are_freed(void) {
     }
     sprintf(at, "]}");
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
-        /* Not in the trial runs, whose conversations are short. */
+        /* Not in the trial runs, whose conversations are short, and in one of the three renders. */
         char source[1024];
         snprintf(source, sizeof source,
                  "{%% set N = %d %%}{%% if messages|length > 1000 and not add_generation_prompt %%}%s{%% endif %%}{{ messages[0].content }}"
-                 "{%% if add_generation_prompt %%}<a>{%% endif %%}", cases[i].n, cases[i].made);
+                 "{%% if add_generation_prompt %%}<a>{%% endif %%}", cases[i].n > 1000 ? cases[i].n / SLOWER : cases[i].n, cases[i].made);
         lcs_chat_template * tmpl = compile(source);
         lcs_string *        json = render(tmpl, request);
         check_member(json, "text", "0<a>");
