@@ -27,7 +27,7 @@ constexpr size_t INLINE_STACK_BYTES = size_t{96} << 10;  // of a thread that is 
 
 struct syntax;
 
-// What all templates share. In a forked child it is made anew in place: the thread that held or changed it is not there.
+// What all templates share. In a forked child it is made anew in place: who held or changed it is not there.
 struct shared_state {
     std::mutex mutex; // llama-common's clock and log are not made for threads
     std::mutex syntaxes_mutex;
@@ -142,7 +142,9 @@ void finish(const job & j, lcs_status status, const char * what) {
 }
 
 // One call of llama-common under limits. what begins the message where one is exceeded.
-void bounded(chat_guard::run & run, lcs_status status, const char * what, std::function<void()> body, bool keep_renders = false) {
+void bounded(
+        chat_guard::run & run, lcs_status status, const char * what, std::function<void()> body,
+        bool keep_renders = false) {
     fault_point();
     job j{std::move(body), run, nullptr, keep_renders};
     {
@@ -235,13 +237,15 @@ private:
     }
 
     static bool is_word(const std::string & name) {
-        return name == "and" || name == "or" || name == "not" || name == "in" || name == "is" || name == "if" || name == "else";
+        return name == "and" || name == "or" || name == "not" || name == "in" || name == "is" || name == "if" ||
+               name == "else";
     }
 
     void link() {
         levels_.back().n_links += 1;
         if (static_cast<int>(blocks_.size()) + levels_.back().depth() > MAX_TREE_DEPTH) {
-            fail(LCS_STATUS_TEMPLATE, "an expression of the template is over " + std::to_string(MAX_TREE_DEPTH) + " levels deep");
+            fail(LCS_STATUS_TEMPLATE,
+                 "an expression of the template is over " + std::to_string(MAX_TREE_DEPTH) + " levels deep");
         }
     }
 
@@ -302,8 +306,8 @@ void check_source(const std::string & source) {
                                       std::to_string(MAX_SOURCE_BYTES));
     }
     // The lexer erases each "\r" of "\r\n" from the front of what is left.
-    const double n_moved = static_cast<double>(source.size() - with_unix_lines(source).size()) * static_cast<double>(source.size());
-    if (n_moved > 2e9) {
+    const size_t n_erased = source.size() - with_unix_lines(source).size();
+    if (static_cast<double>(n_erased) * static_cast<double>(source.size()) > 2e9) {
         fail(LCS_STATUS_TEMPLATE, "a template of too many lines that end in \\r\\n");
     }
     const auto   tokens = jinja::lexer().tokenize(source);
@@ -379,8 +383,8 @@ alignment align(const std::string & a, const std::string & b) {
     return common;
 }
 
-// Bytes of the prompt that are input. The prompt is one of the renders; BOS and EOS may be cut off its ends, and a handler
-// may have replaced or added a few bytes of template text.
+// Bytes of the prompt that are input. The prompt is one of the renders; BOS and EOS may be cut off its ends, and a
+// handler may have replaced or added a few bytes of template text.
 std::vector<bool> input_mask(const std::string & prompt, const std::vector<chat_guard::rendered> & renders,
                              const std::vector<std::string> & texts) {
     const chat_guard::rendered * best = nullptr;
@@ -404,7 +408,8 @@ std::vector<bool> input_mask(const std::string & prompt, const std::vector<chat_
         std::copy_n(best->is_input.begin() + static_cast<ptrdiff_t>(n - how.suffix), how.suffix,
                     mask.begin() + static_cast<ptrdiff_t>(prompt.size() - how.suffix));
         // What stands where input stood is input, and so is what lies between two bytes of it.
-        bool input = how.prefix > 0 && how.suffix > 0 && best->is_input[how.prefix - 1] && best->is_input[n - how.suffix];
+        bool input = how.prefix > 0 && how.suffix > 0 && best->is_input[how.prefix - 1] &&
+                     best->is_input[n - how.suffix];
         for (size_t i = how.prefix; i < n - how.suffix; ++i) {
             input = input || best->is_input[i];
         }
@@ -490,7 +495,8 @@ std::shared_ptr<const syntax> read_syntax(const std::string & text) {
         !json.contains("generation_prompt") || !json.contains("parser") || !json.contains("sum")) {
         refuse_syntax("members");
     }
-    if (!json.at("lcs_chat_syntax").is_number_integer() || json.at("lcs_chat_syntax").get<int64_t>() != SYNTAX_VERSION) {
+    const common_json & version = json.at("lcs_chat_syntax");
+    if (!version.is_number_integer() || version.get<int64_t>() != SYNTAX_VERSION) {
         refuse_syntax("version");
     }
     const common_json & format = json.at("format");
@@ -512,7 +518,8 @@ std::shared_ptr<const syntax> read_syntax(const std::string & text) {
             made->parser = common_peg_arena::from_json(read_json(parser, LCS_STATUS_ARG, "the parser of the syntax"));
         }
         if (made->parser.empty()) {
-            made->parser = build_chat_peg_parser([](common_chat_peg_builder & p) { return p.content(p.rest()) + p.end(); });
+            made->parser = build_chat_peg_parser(
+                    [](common_chat_peg_builder & p) { return p.content(p.rest()) + p.end(); });
         }
     } catch (const failure &) {
         throw;
@@ -578,8 +585,9 @@ common_chat_msg parse_reply(const syntax & how, const std::string & text, bool p
         if (partial) {
             return {}; // nothing of it is sure yet
         }
-        fail(LCS_STATUS_TEMPLATE, std::string("the reply does not fit the format ") + common_chat_format_name(how.format) +
-                                      " from byte " + std::to_string(result.end));
+        fail(LCS_STATUS_TEMPLATE, std::string("the reply does not fit the format ") +
+                                      common_chat_format_name(how.format) + " from byte " +
+                                      std::to_string(result.end));
     }
     common_chat_msg                         message;
     std::unique_ptr<common_chat_peg_mapper> mapper;

@@ -19,7 +19,7 @@ size_t utf8_sequence(const char * text, size_t n_bytes, bool & cut) {
     if (first < 0x80) {
         return 1;
     }
-    const size_t n = first >= 0xF0 && first <= 0xF4 ? 4 : first >= 0xE0 && first < 0xF0 ? 3 : first >= 0xC2 && first < 0xE0 ? 2 : 0;
+    const size_t n = first < 0xC2 || first > 0xF4 ? 0 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
     for (size_t i = 1; i < n; ++i) {
         if (i == n_bytes) {
             cut = true;
@@ -349,8 +349,9 @@ common_chat_tool read_tool(const place & tool) {
 
 common_reasoning_format read_reasoning_format(const place & where) {
     const std::string name = where.text();
-    for (const common_reasoning_format format : {COMMON_REASONING_FORMAT_NONE, COMMON_REASONING_FORMAT_AUTO,
-                                                 COMMON_REASONING_FORMAT_DEEPSEEK, COMMON_REASONING_FORMAT_DEEPSEEK_LEGACY}) {
+    for (const common_reasoning_format format :
+         {COMMON_REASONING_FORMAT_NONE, COMMON_REASONING_FORMAT_AUTO, COMMON_REASONING_FORMAT_DEEPSEEK,
+          COMMON_REASONING_FORMAT_DEEPSEEK_LEGACY}) {
         if (name == common_reasoning_format_name(format)) {
             return format;
         }
@@ -386,7 +387,8 @@ void collect_texts(const common_json & json, std::vector<std::string> & texts) {
 
 chat_request read_chat_request(const char * text, size_t n_bytes) {
     if (n_bytes > MAX_CHAT_BYTES) {
-        fail(LCS_STATUS_ARG, "a request of " + std::to_string(n_bytes) + " bytes, limit " + std::to_string(MAX_CHAT_BYTES));
+        fail(LCS_STATUS_ARG,
+             "a request of " + std::to_string(n_bytes) + " bytes, limit " + std::to_string(MAX_CHAT_BYTES));
     }
     const common_json json = read_json(valid_utf8(text, n_bytes), LCS_STATUS_ARG, "the request");
     const place       root(json, "");

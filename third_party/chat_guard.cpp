@@ -1,4 +1,4 @@
-// The steps that chat_guard.hpp puts into llama-common: they judge sizes before the work, and mark what came from input.
+// The steps that chat_guard.hpp puts into llama-common: they judge sizes before the work, and mark what is input.
 #include "chat_guard.hpp"
 
 #include <typeinfo>
@@ -199,8 +199,9 @@ void before_range(run & r, const func_args & args) {
         return;
     }
     // As doubles, since the difference of two int64_t may be none. The last addition must not overflow either.
-    const double items = std::ceil((static_cast<double>(stop) - static_cast<double>(start)) / static_cast<double>(step));
-    const double last = static_cast<double>(start) + items * static_cast<double>(step);
+    const auto   first = static_cast<double>(start);
+    const double items = std::ceil((static_cast<double>(stop) - first) / static_cast<double>(step));
+    const double last = first + items * static_cast<double>(step);
     if (items > static_cast<double>(MAX_RANGE_ITEMS) || std::fabs(last) > 9e18) {
         r.give_up("a range over " + std::to_string(MAX_RANGE_ITEMS) + " items");
     }
@@ -563,7 +564,8 @@ value after_call(const std::string & name, bool bound, const func_args & args, v
             result->val_str = replaced_marks(self->val_str, args.get_pos(1)->val_str, args.get_pos(2)->val_str);
         } else if (std::any_of(args.get_args().begin(), args.get_args().end(),
                                [](const value & arg) { return has_input(arg); })) {
-            const bool plain_join = name == "join" && is_val<value_array>(self) && args.get_kwarg_or_pos("attribute", 2)->is_undefined();
+            const bool plain_join = name == "join" && is_val<value_array>(self) &&
+                                    args.get_kwarg_or_pos("attribute", 2)->is_undefined();
             string     joined = plain_join ? joined_marks(self->val_arr, args.get_kwarg_or_pos("d", 1)) : string();
             if (plain_join && joined.str() == result->val_str.str()) {
                 result->val_str = std::move(joined);
