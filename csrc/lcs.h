@@ -721,7 +721,7 @@ LCS_API int32_t lcs_argmax(const float * values, int32_t n);
  *   source   n_bytes of Jinja, or NULL for the model's; ChatML where neither has one
  *
  * TEMPLATE  does not parse, or its trial run fails or exceeds its limits (1 MiB of source, nesting 200, and each run:
- *           10 s, 64 MiB of output, 1,000,000 items of range)
+ *           10 s of CPU time, 64 MiB of output, 1,000,000 items of range)
  */
 LCS_API lcs_status lcs_chat_template_init(
         lcs_model * model, const char * source, size_t n_bytes, lcs_chat_template ** template_out);
