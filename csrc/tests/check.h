@@ -48,6 +48,28 @@ static inline lcs_model * load_model(const char * path) {
     return model;
 }
 
+static inline int32_t n_vocab_of(const lcs_model * model) {
+    lcs_model_info info;
+    CHECK_OK(lcs_model_get_info(model, &info));
+    return info.n_vocab;
+}
+
+/* Same pieces, same kernels: equal to the bit. */
+static inline void check_same_logits(lcs_context * a, lcs_context * b, int32_t n_vocab) {
+    const float * x = NULL;
+    const float * y = NULL;
+    CHECK_OK(lcs_context_logits(a, -1, &x));
+    CHECK_OK(lcs_context_logits(b, -1, &y));
+    CHECK(memcmp(x, y, sizeof(float) * (size_t) n_vocab) == 0);
+}
+
+static inline int32_t pos_max(lcs_context * ctx, int32_t seq_id) {
+    int32_t lo = 0;
+    int32_t hi = 0;
+    CHECK_OK(lcs_context_seq_pos(ctx, seq_id, &lo, &hi));
+    return hi;
+}
+
 static inline void check_nothing_alive(void) {
     lcs_live_counts live;
     lcs_live(&live);

@@ -6,12 +6,6 @@
 
 enum { N_CTX = 512, N_BATCH = 64, N_UBATCH = 16 };
 
-static int32_t n_vocab_of(const lcs_model * model) {
-    lcs_model_info info;
-    CHECK_OK(lcs_model_get_info(model, &info));
-    return info.n_vocab;
-}
-
 static lcs_context * make(lcs_model * model, uint32_t n_seq_max, bool unified) {
     lcs_context_params p;
     lcs_context *      ctx = NULL;
@@ -33,22 +27,6 @@ static const int32_t * prompt(int32_t n) {
         tokens[i] = (int32_t) ((1103515245u * (uint32_t) i + 12345u) >> 8) % 1000 + 5;
     }
     return tokens;
-}
-
-/* Same pieces, same kernels: equal to the bit. */
-static void check_same_logits(lcs_context * a, lcs_context * b, int32_t n_vocab) {
-    const float * x = NULL;
-    const float * y = NULL;
-    CHECK_OK(lcs_context_logits(a, -1, &x));
-    CHECK_OK(lcs_context_logits(b, -1, &y));
-    CHECK(memcmp(x, y, sizeof(float) * (size_t) n_vocab) == 0);
-}
-
-static int32_t pos_max(lcs_context * ctx, int32_t seq_id) {
-    int32_t lo = 0;
-    int32_t hi = 0;
-    CHECK_OK(lcs_context_seq_pos(ctx, seq_id, &lo, &hi));
-    return hi;
 }
 
 static void test_bad_arguments_change_nothing(lcs_model * model) {

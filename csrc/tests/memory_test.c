@@ -6,12 +6,6 @@
 
 enum { N_UBATCH = 16 };
 
-static int32_t n_vocab_of(const lcs_model * model) {
-    lcs_model_info info;
-    CHECK_OK(lcs_model_get_info(model, &info));
-    return info.n_vocab;
-}
-
 static lcs_context * make(lcs_model * model, uint32_t n_seq_max, bool unified) {
     lcs_context_params p;
     lcs_context *      ctx = NULL;
@@ -42,14 +36,6 @@ static void pos(lcs_context * ctx, int32_t seq_id, int32_t lo, int32_t hi) {
         fprintf(stderr, "sequence %d holds %d..%d, expected %d..%d\n", seq_id, a, b, lo, hi);
         exit(1);
     }
-}
-
-static void check_same_logits(lcs_context * a, lcs_context * b, int32_t n_vocab) {
-    const float * x = NULL;
-    const float * y = NULL;
-    CHECK_OK(lcs_context_logits(a, -1, &x));
-    CHECK_OK(lcs_context_logits(b, -1, &y));
-    CHECK(memcmp(x, y, sizeof(float) * (size_t) n_vocab) == 0);
 }
 
 static bool rm(lcs_context * ctx, int32_t seq_id, int32_t p0, int32_t p1) {

@@ -3,12 +3,6 @@
 
 enum { HEADER = 136 };
 
-static int32_t n_vocab_of(const lcs_model * model) {
-    lcs_model_info info;
-    CHECK_OK(lcs_model_get_info(model, &info));
-    return info.n_vocab;
-}
-
 typedef struct options {
     uint32_t n_ctx;
     uint32_t n_seq_max;
@@ -59,21 +53,6 @@ static blob save(lcs_context * ctx, int32_t seq_id, bool partial) {
     CHECK_OK(lcs_state_save(ctx, seq_id, partial, b.data, b.n, &needed));
     CHECK(needed == b.n);
     return b;
-}
-
-static void check_same_logits(lcs_context * a, lcs_context * b, int32_t n_vocab) {
-    const float * x = NULL;
-    const float * y = NULL;
-    CHECK_OK(lcs_context_logits(a, -1, &x));
-    CHECK_OK(lcs_context_logits(b, -1, &y));
-    CHECK(memcmp(x, y, sizeof(float) * (size_t) n_vocab) == 0);
-}
-
-static int32_t pos_max(lcs_context * ctx, int32_t seq_id) {
-    int32_t lo = 0;
-    int32_t hi = 0;
-    CHECK_OK(lcs_context_seq_pos(ctx, seq_id, &lo, &hi));
-    return hi;
 }
 
 /* bitwise: false where a windowed cache places cells anew. */
