@@ -310,6 +310,12 @@ typedef struct lcs_token_info {
 LCS_API lcs_status lcs_vocab_token(const lcs_model * model, int32_t token, lcs_token_info * info_out);
 
 /*
+ * Everything that text becomes tokens by, as bytes to be hashed: settings, each token's text, score and attributes,
+ * merges. Equal bytes, equal tokens. Some 20 bytes a token. BUFFER: n_out has the size needed.
+ */
+LCS_API lcs_status lcs_vocab_describe(const lcs_model * model, char * buf, size_t capacity, size_t * n_out);
+
+/*
  * LoRA adapters.
  */
 
@@ -703,6 +709,15 @@ LCS_API lcs_status lcs_sampler_accept(lcs_sampler * sampler, int32_t token);
 
 /* Back to the state after init, with the same seed. */
 LCS_API lcs_status lcs_sampler_reset(lcs_sampler * sampler);
+
+/*
+ * The state of the draws (random numbers, Mirostat's mu), as bytes for lcs_sampler_load_draws of a sampler with the same
+ * parameters; about 13,000. Not the history nor the grammar: give the accepted tokens to lcs_sampler_accept again.
+ *
+ * save: BUFFER: n_out has the size needed. load: STATE_CORRUPT: cut or damaged; the sampler is as it was.
+ */
+LCS_API lcs_status lcs_sampler_save_draws(const lcs_sampler * sampler, char * buf, size_t capacity, size_t * n_out);
+LCS_API lcs_status lcs_sampler_load_draws(lcs_sampler * sampler, const char * buf, size_t n_bytes);
 
 /* The seed in use. 0 for greedy. */
 LCS_API lcs_status lcs_sampler_seed(const lcs_sampler * sampler, uint32_t * seed_out);

@@ -86,6 +86,22 @@ void require_range(const char * what, int64_t value, int64_t low, int64_t high, 
     }
 }
 
+void require_room(const void * buf, size_t capacity, const char * what) {
+    if (buf == nullptr && capacity != 0) {
+        fail(LCS_STATUS_ARG, std::string(what) + " is NULL");
+    }
+}
+
+void give(std::string_view text, char * buf, size_t capacity, size_t * n_out) {
+    *n_out = text.size();
+    if (text.size() > capacity) {
+        fail(LCS_STATUS_BUFFER, std::to_string(text.size()) + " bytes do not fit " + std::to_string(capacity));
+    }
+    if (!text.empty()) {
+        std::memcpy(buf, text.data(), text.size());
+    }
+}
+
 void require_finite(const char * what, double value, double low, double high) {
     if (!std::isfinite(value) || value < low || value > high) {
         std::ostringstream limits;

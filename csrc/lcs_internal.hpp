@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -36,6 +37,10 @@ struct failure : std::exception {
 void require_range(const char * what, int64_t value, int64_t low, int64_t high, lcs_status status = LCS_STATUS_RANGE);
 // ARG unless the float is finite and low <= value <= high.
 void require_finite(const char * what, double value, double low, double high);
+// ARG: a NULL buffer of more than no bytes.
+void require_room(const void * buf, size_t capacity, const char * what);
+// Into the caller's buffer; BUFFER where it does not fit. n_out has the size in either case.
+void give(std::string_view text, char * buf, size_t capacity, size_t * n_out);
 
 template <class T>
 void require(const T * pointer, const char * what) {

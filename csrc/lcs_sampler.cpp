@@ -8,7 +8,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <locale>
 #include <random>
+#include <sstream>
 
 namespace lcs {
 
@@ -839,6 +841,40 @@ lcs_status lcs_sampler_reset(lcs_sampler * sampler) {
         sampler->draws = draws(*sampler->plan);
         sampler->history.n = 0;
         llama_sampler_reset(sampler->filters.dry.get());
+    });
+}
+
+lcs_status lcs_sampler_save_draws(const lcs_sampler * sampler, char * buf, size_t capacity, size_t * n_out) {
+    return guard([&] {
+        require_alive(sampler, "sampler");
+        require(n_out, "n_out");
+        require_room(buf, capacity, "buf");
+        fault_point();
+        std::ostringstream out;
+        out.imbue(std::locale::classic());
+        uint32_t mu = 0;
+        std::memcpy(&mu, &sampler->draws.mirostat_mu, sizeof mu);
+        out << sampler->draws.choice << '\n' << sampler->draws.xtc << '\n' << mu << '\n';
+        give(out.str(), buf, capacity, n_out);
+    });
+}
+
+lcs_status lcs_sampler_load_draws(lcs_sampler * sampler, const char * buf, size_t n_bytes) {
+    return guard([&] {
+        const entered in(sampler, "sampler");
+        require_room(buf, n_bytes, "buf");
+        fault_point();
+        std::istringstream text(n_bytes == 0 ? std::string() : std::string(buf, n_bytes));
+        text.imbue(std::locale::classic());
+        draws    found(*sampler->plan);
+        uint32_t mu = 0;
+        text >> found.choice >> found.xtc >> mu;
+        const bool whole = !text.fail() && (text >> std::ws).eof();
+        std::memcpy(&found.mirostat_mu, &mu, sizeof mu);
+        if (!whole || !std::isfinite(found.mirostat_mu)) {
+            fail(LCS_STATUS_STATE_CORRUPT, "the saved draws of a sampler are damaged");
+        }
+        sampler->draws = found;
     });
 }
 

@@ -2,6 +2,8 @@
 // llama.cpp's own cut is quadratic in their number, and so is the choice of a stack that std::regex cannot overflow.
 #include "lcs_internal.hpp"
 
+#include "llama-vocab.h"
+
 #include <algorithm>
 #include <cctype>
 #include <exception>
@@ -517,26 +519,10 @@ std::vector<llama_token> tokenize(const model_box & box, std::string_view text, 
     return out;
 }
 
-void give(std::string_view text, char * buf, size_t capacity, size_t * n_out) {
-    *n_out = text.size();
-    if (text.size() > capacity) {
-        fail(LCS_STATUS_BUFFER, std::to_string(text.size()) + " bytes do not fit " + std::to_string(capacity));
-    }
-    if (!text.empty()) {
-        std::memcpy(buf, text.data(), text.size());
-    }
-}
-
 const model_box & vocab_of(const lcs_model * model) {
     require_alive(model, "model");
     require_vocab(*model->box);
     return *model->box;
-}
-
-void require_room(const void * buf, size_t capacity, const char * what) {
-    if (buf == nullptr && capacity != 0) {
-        fail(LCS_STATUS_ARG, std::string(what) + " is NULL");
-    }
 }
 
 } // namespace
@@ -577,10 +563,16 @@ void read_specials(model_box & box) {
         build_trie(*t);
     }
     if (box.info.vocab_type == LLAMA_VOCAB_TYPE_SPM) {
+        std::vector<uint32_t> recent(1 << 12);
         for (llama_token token = 0; token < box.info.n_vocab; ++token) {
             const std::string_view text = llama_vocab_get_text(v, token);
             for (size_t i = 0; i < text.size(); ++i) {
-                t->characters.insert(packed(text.substr(i, character_bytes(text[i]))));
+                const uint32_t character = packed(text.substr(i, character_bytes(text[i])));
+                uint32_t &     last = recent[character * 2654435761u >> 20];
+                if (last != character) { // a set is slow, and most characters come again and again
+                    last = character;
+                    t->characters.insert(character);
+                }
             }
         }
         t->characters.insert(packed(" ")); // becomes U+2581
@@ -595,6 +587,52 @@ void read_specials(model_box & box) {
                  box.info.vocab_type == LLAMA_VOCAB_TYPE_PLAMO2;
     box.tokenizer = std::move(t);
 }
+
+namespace {
+
+// Each part with its length in front, so that no two vocabularies have the same bytes.
+void put(std::string & out, std::string_view part) {
+    const auto n = static_cast<uint32_t>(part.size());
+    out.append(reinterpret_cast<const char *>(&n), sizeof n);
+    out.append(part);
+}
+
+template <class T>
+void put_value(std::string & out, T value) {
+    out.append(reinterpret_cast<const char *>(&value), sizeof value);
+}
+
+std::string describe(const model_box & box) {
+    std::map<std::string, std::string> settings;
+    for (const auto & [key, value] : box.metadata) {
+        if (key.rfind("tokenizer.", 0) == 0 && key.rfind("tokenizer.chat_template", 0) != 0) {
+            settings.emplace(key, value);
+        }
+    }
+    std::string out;
+    for (const auto & [key, value] : settings) {
+        put(out, key);
+        put(out, value);
+    }
+    const bool is_bpe = box.info.vocab_type == LLAMA_VOCAB_TYPE_BPE;
+    for (llama_token token = 0; token < box.info.n_vocab; ++token) {
+        put(out, llama_vocab_get_text(box.vocab, token));
+        put_value(out, llama_vocab_get_score(box.vocab, token));
+        put_value(out, static_cast<int32_t>(llama_vocab_get_attr(box.vocab, token)));
+        put_value(out, static_cast<uint8_t>(llama_vocab_is_eog(box.vocab, token)));
+    }
+    if (is_bpe) {
+        for (const std::string & merge : box.vocab->get_bpe_merges()) {
+            put(out, merge);
+        }
+    }
+    for (const char c : box.vocab->get_precompiled_charsmap()) {
+        out.push_back(c);
+    }
+    return out;
+}
+
+} // namespace
 
 } // namespace lcs
 
@@ -677,6 +715,16 @@ lcs_status lcs_vocab_piece(
         }
         lcs::give(std::string_view(many.empty() ? few : many.data(), static_cast<size_t>(std::max(n, 0))), buf,
                   capacity, n_out);
+    });
+}
+
+lcs_status lcs_vocab_describe(const lcs_model * model, char * buf, size_t capacity, size_t * n_out) {
+    return lcs::guard([&] {
+        const lcs::model_box & box = lcs::vocab_of(model);
+        lcs::require(n_out, "n_out");
+        lcs::require_room(buf, capacity, "buf");
+        lcs::fault_point();
+        lcs::give(lcs::describe(box), buf, capacity, n_out);
     });
 }
 

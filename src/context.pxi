@@ -765,6 +765,11 @@ yarn_orig_ctx
         self.require_open()
         check(lcs_context_cancel(self._ctx))
 
+    def cancel_clear(self):
+        """Take back a `cancel` that no decode has seen yet."""
+        self.require_open()
+        lcs_context_cancel_clear(self._ctx)
+
     # Rows
 
     def logits(self, rows=(-1,)):

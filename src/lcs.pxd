@@ -207,6 +207,7 @@ cdef extern from "lcs.h" nogil:
         c_bool is_eog
         c_bool is_control
 
+    lcs_status lcs_vocab_describe(const lcs_model* model, char* buf, size_t capacity, size_t* n_out)
     lcs_status lcs_vocab_token(const lcs_model* model, int32_t token, lcs_token_info* info_out)
 
     # Adapters
@@ -422,6 +423,8 @@ cdef extern from "lcs.h" nogil:
         lcs_sampler* sampler, const float* logits, int32_t n_vocab, int32_t* token_out)
     lcs_status lcs_sampler_accept(lcs_sampler* sampler, int32_t token)
     lcs_status lcs_sampler_reset(lcs_sampler* sampler)
+    lcs_status lcs_sampler_save_draws(const lcs_sampler* sampler, char* buf, size_t capacity, size_t* n_out)
+    lcs_status lcs_sampler_load_draws(lcs_sampler* sampler, const char* buf, size_t n_bytes)
     lcs_status lcs_sampler_seed(const lcs_sampler* sampler, uint32_t* seed_out)
     int32_t lcs_argmax(const float* values, int32_t n)
 

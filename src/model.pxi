@@ -90,6 +90,7 @@ cdef class Model:
     cdef str _path
     cdef str _name
     cdef tuple _files     # file_identity of each, when loaded
+    cdef str _tokenizer_digest
     cdef object __weakref__
 
     def __cinit__(
@@ -275,6 +276,35 @@ cdef class Model:
         """
         self.require_open()
         return digest_of(self._files)
+
+    @property
+    def tokenizer_digest(self):
+        """SHA-256 of everything that text becomes tokens by: settings, tokens, scores, attributes, merges; hex.
+
+        UnsupportedFeatureError where the model has no vocabulary.
+        """
+        cdef size_t n = 0
+        cdef bytes description
+        cdef char* data
+        cdef lcs_status st
+        cdef lcs_model* model
+        if self._tokenizer_digest is None:
+            model = self.enter()
+            try:
+                with nogil:
+                    st = lcs_vocab_describe(model, NULL, 0, &n)
+                if st != LCS_STATUS_BUFFER:
+                    check(st)
+                description = new_bytes(n)
+                data = PyBytes_AS_STRING(description)
+                with nogil:
+                    st = lcs_vocab_describe(model, data, n, &n)
+                check(st)
+            finally:
+                self.leave()
+            self._tokenizer_digest = hashlib.sha256(description).hexdigest()
+        self.require_open()
+        return self._tokenizer_digest
 
     @property
     def n_params(self):

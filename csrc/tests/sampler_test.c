@@ -424,6 +424,67 @@ static void test_seeds_decide_and_reset_begins_again(void) {
     }
 }
 
+static void test_saved_draws_go_on_in_another_sampler(void) {
+    int32_t begin[16];
+    int32_t first[16];
+    int32_t again[16];
+    for (int kind = 0; kind <= 2; ++kind) {
+        lcs_sampler_params p = defaults();
+        p.temperature = 1.5f;
+        p.mirostat = kind;
+        p.xtc_probability = 0.3f;
+        p.xtc_threshold = 0.02f;
+        p.penalty_last_n = 64;
+        p.penalty_repeat = 1.2f;
+        p.seed = 7;
+        lcs_sampler * s = make(&p);
+        draw_16(s, begin);
+        size_t n = 0;
+        CHECK_STATUS(lcs_sampler_save_draws(s, NULL, 0, &n), LCS_STATUS_BUFFER);
+        CHECK(n > 1000 && n < 20000);
+        char *       saved = malloc(n);
+        const size_t size = n;
+        CHECK_STATUS(lcs_sampler_save_draws(s, saved, n - 1, &n), LCS_STATUS_BUFFER);
+        CHECK_OK(lcs_sampler_save_draws(s, saved, n, &n));
+        CHECK(n == size);
+        draw_16(s, first);
+
+        lcs_sampler * other = make(&p);
+        for (int i = 0; i < 16; ++i) {
+            CHECK_OK(lcs_sampler_accept(other, begin[i]));
+        }
+        /* What is cut or damaged changes nothing. */
+        const size_t cuts[] = {0, 1, size / 2, size - 3};
+        for (size_t i = 0; i < sizeof cuts / sizeof *cuts; ++i) {
+            CHECK_STATUS(lcs_sampler_load_draws(other, saved, cuts[i]), LCS_STATUS_STATE_CORRUPT);
+        }
+        char kept = saved[size / 3];
+        saved[size / 3] = 'x';
+        CHECK_STATUS(lcs_sampler_load_draws(other, saved, size), LCS_STATUS_STATE_CORRUPT);
+        saved[size / 3] = kept;
+        for (int64_t k = 1;; ++k) {
+            lcs_fault_arm(k);
+            const lcs_status status = lcs_sampler_load_draws(other, saved, size);
+            const bool       fired = lcs_fault_fired();
+            lcs_fault_arm(0);
+            CHECK(status == (fired ? LCS_STATUS_NOMEM : LCS_STATUS_OK));
+            if (!fired) {
+                break;
+            }
+        }
+        draw_16(other, again);
+        CHECK(memcmp(first, again, sizeof first) == 0);
+        CHECK_STATUS(lcs_sampler_save_draws(NULL, saved, size, &n), LCS_STATUS_ARG);
+        CHECK_STATUS(lcs_sampler_save_draws(s, NULL, size, &n), LCS_STATUS_ARG);
+        CHECK_STATUS(lcs_sampler_save_draws(s, saved, size, NULL), LCS_STATUS_ARG);
+        CHECK_STATUS(lcs_sampler_load_draws(NULL, saved, size), LCS_STATUS_ARG);
+        CHECK_STATUS(lcs_sampler_load_draws(s, NULL, size), LCS_STATUS_ARG);
+        free(saved);
+        lcs_sampler_free(other);
+        lcs_sampler_free(s);
+    }
+}
+
 static void test_accept_tells_the_history(void) {
     lcs_sampler_params p = defaults();
     p.penalty_last_n = 2;
@@ -1257,6 +1318,7 @@ int main(int argc, char ** argv) {
     test_a_temperature_next_to_nothing_is_greedy();
     test_typical_sampling_is_right_where_most_tokens_are_impossible();
     test_seeds_decide_and_reset_begins_again();
+    test_saved_draws_go_on_in_another_sampler();
     test_accept_tells_the_history();
     test_rows_that_allow_nothing_are_refused_and_draw_nothing();
     test_values_outside_their_range_are_refused();

@@ -375,6 +375,34 @@ static void test_what_is_out_of_range_is_refused(const lcs_model * model) {
     CHECK_STATUS(lcs_vocab_detokenize(model, BAD, SIZE_MAX, false, false, buf, sizeof buf, &n), LCS_STATUS_RANGE);
 }
 
+static char * description_of(const lcs_model * model, size_t * n_out) {
+    CHECK_STATUS(lcs_vocab_describe(model, NULL, 0, n_out), LCS_STATUS_BUFFER);
+    char * text = malloc(*n_out);
+    CHECK_STATUS(lcs_vocab_describe(model, text, *n_out - 1, n_out), LCS_STATUS_BUFFER);
+    CHECK_OK(lcs_vocab_describe(model, text, *n_out, n_out));
+    return text;
+}
+
+static void test_a_description_tells_vocabularies_apart(
+        const lcs_model * model, const char * path, const lcs_model * other) {
+    lcs_model * again = load_model(path);
+    size_t      n[3];
+    char *      text[3] = {description_of(model, &n[0]), description_of(again, &n[1]), description_of(other, &n[2])};
+    CHECK(n[0] == n[1] && memcmp(text[0], text[1], n[0]) == 0);
+    CHECK(n[0] != n[2] || memcmp(text[0], text[2], n[0]) != 0);
+    size_t size = 0;
+    lcs_fault_arm(1);
+    CHECK_STATUS(lcs_vocab_describe(model, text[0], n[0], &size), LCS_STATUS_NOMEM);
+    lcs_fault_arm(0);
+    CHECK_STATUS(lcs_vocab_describe(NULL, text[0], n[0], &size), LCS_STATUS_ARG);
+    CHECK_STATUS(lcs_vocab_describe(model, NULL, n[0], &size), LCS_STATUS_ARG);
+    CHECK_STATUS(lcs_vocab_describe(model, text[0], n[0], NULL), LCS_STATUS_ARG);
+    for (int i = 0; i < 3; ++i) {
+        free(text[i]);
+    }
+    lcs_model_free(again);
+}
+
 static void test_null_is_an_argument_error(const lcs_model * model) {
     lcs_vocab_specials specials;
     lcs_token_info     info;
@@ -421,6 +449,7 @@ static void test_a_model_without_a_vocabulary_is_unsupported(void) {
     CHECK_STATUS(lcs_vocab_tokenize(model, "a", 1, true, true, &token, 1, &n), LCS_STATUS_UNSUPPORTED);
     CHECK_STATUS(lcs_vocab_detokenize(model, &token, 1, false, false, NULL, 0, &n), LCS_STATUS_UNSUPPORTED);
     CHECK_STATUS(lcs_vocab_piece(model, 0, false, NULL, 0, &n), LCS_STATUS_UNSUPPORTED);
+    CHECK_STATUS(lcs_vocab_describe(model, NULL, 0, &n), LCS_STATUS_UNSUPPORTED);
     CHECK_STATUS(lcs_vocab_token(model, 0, &info), LCS_STATUS_UNSUPPORTED);
     lcs_last_error(&error);
     CHECK(strcmp(error.field, "vocab") == 0);
@@ -490,6 +519,8 @@ int main(int argc, char ** argv) {
     test_tokens_say_what_they_are(llama);
     test_tokens_say_what_they_are(spm);
     test_what_is_out_of_range_is_refused(llama);
+    test_a_description_tells_vocabularies_apart(llama, llama_path, spm);
+    test_a_description_tells_vocabularies_apart(spm, spm_path, bert);
     test_null_is_an_argument_error(llama);
     test_a_model_without_a_vocabulary_is_unsupported();
     IN_CHILD(use_in_the_child(llama));
