@@ -1,9 +1,10 @@
 """Makes what the benches compare with, under build/peers.
 
-``python3 benches/peers.py [shim] [llama-bench] [llama-cpp-python] [--jobs N]``; without names, all.
+``python3 benches/peers.py [shim] [llama-bench] [llama-server] [llama-cpp-python] [--jobs N]``; without names, all.
 
 shim              this tree, twice: on ggml's own threads and on OpenMP; each with the decode loop in C of loop/
 llama-bench       the same twice, from the pinned tree with the flags of our own build
+llama-server      once, on ggml's own threads
 llama-cpp-python  the release that vendors the same pin, built for this machine, in an environment of its own
 """
 
@@ -28,6 +29,7 @@ SHIM = {threads: PEERS / f"shim-{threads}" for threads in THREADS}  # a folder f
 LOOP = {threads: SHIM[threads] / "bin" / "loop" for threads in THREADS}
 LLAMA_BENCH = {threads: PEERS / f"llama-bench-{threads}" / "bin" / "llama-bench" for threads in THREADS}
 DEFAULT_THREADS = "pool"  # as LLAMACPPSHIM_OPENMP is by default
+LLAMA_SERVER = LLAMA_BENCH[DEFAULT_THREADS].with_name("llama-server")
 PYTHON = PEERS / "llama-cpp-python" / "bin" / "python"
 
 AMX_GUARD = ROOT / "third_party" / "amx_guard.hpp"
@@ -85,21 +87,29 @@ def make_shim(jobs: int) -> None:
         shutil.copy2(folder / "loop" / "loop", LOOP[threads])
 
 
-def make_llama_bench(jobs: int) -> None:
+def make_llama_tool(jobs: int, target: str, all_threads: Sequence[str]) -> None:
     fetch = [sys.executable, str(ROOT / "third_party" / "fetch.py")]
     source = subprocess.run(fetch, check=True, capture_output=True, text=True).stdout.strip()
     commit = pinned("COMMIT")
-    for threads, program in LLAMA_BENCH.items():
+    for threads in all_threads:
         build(
             HERE / "llama_bench",
-            program.parent.parent,
+            LLAMA_BENCH[threads].parent.parent,
             jobs,
-            ["llama-bench"],
+            [target],
             LLAMA_DIR=source,
             LLAMA_BUILD_COMMIT=commit,
             GGML_BUILD_COMMIT=commit,
             GGML_OPENMP="ON" if threads == "openmp" else "OFF",
         )
+
+
+def make_llama_bench(jobs: int) -> None:
+    make_llama_tool(jobs, "llama-bench", THREADS)
+
+
+def make_llama_server(jobs: int) -> None:
+    make_llama_tool(jobs, "llama-server", [DEFAULT_THREADS])
 
 
 def make_llama_cpp_python(jobs: int) -> None:
@@ -117,7 +127,12 @@ def make_llama_cpp_python(jobs: int) -> None:
     subprocess.run([*pip, release], check=True, env=environment)
 
 
-MAKERS = {"shim": make_shim, "llama-bench": make_llama_bench, "llama-cpp-python": make_llama_cpp_python}
+MAKERS = {
+    "shim": make_shim,
+    "llama-bench": make_llama_bench,
+    "llama-server": make_llama_server,
+    "llama-cpp-python": make_llama_cpp_python,
+}
 
 
 def main() -> int:
