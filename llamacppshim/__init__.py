@@ -22,6 +22,8 @@ from llamacppshim._native import (
     json_schema_to_grammar,
     live_counts,
 )
+from llamacppshim.answer import Chunk, Completion, TokenLogprob
+from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
 from llamacppshim.errors import (
     BatchTooLargeError,
     BufferTooSmallError,
@@ -57,27 +59,39 @@ from llamacppshim.errors import (
     TokenMismatchError,
     UnsupportedFeatureError,
 )
+from llamacppshim.manifest import ContextManifest, Identity, SegmentRecord
+from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
+from llamacppshim.reuse import ReusePlan
+from llamacppshim.runtime import Runtime
+from llamacppshim.session import Session
 
 __all__ = [
     "Adapter",
+    "AdapterConfig",
     "Batch",
     "BatchTooLargeError",
     "BufferTooSmallError",
     "BusyError",
     "ChatMessage",
     "ChatTemplate",
+    "Chunk",
     "ClosedError",
+    "Completion",
     "Context",
+    "ContextManifest",
     "ContextOverflowError",
+    "ContextReport",
     "DecodeAbortedError",
     "DecodeAllocError",
     "DecodeComputeError",
+    "DecodeConfig",
     "DecodeError",
     "DecodeFatalError",
     "DecodeResult",
     "DecodeStatus",
     "ForkedError",
     "GrammarError",
+    "Identity",
     "InternalError",
     "InvalidArgumentError",
     "InvalidBatchError",
@@ -90,8 +104,14 @@ __all__ = [
     "NoKVSlotError",
     "OutOfMemoryError",
     "OutOfRangeError",
+    "PrefixStatus",
     "Rendered",
+    "ReusePlan",
+    "Runtime",
+    "RuntimeConfig",
     "Sampler",
+    "SegmentRecord",
+    "Session",
     "SessionClosedError",
     "SessionFatalError",
     "SessionUnavailableError",
@@ -99,10 +119,13 @@ __all__ = [
     "SnapshotError",
     "SnapshotMismatchError",
     "StaleViewError",
+    "SuffixStatus",
     "TemplateError",
+    "TokenLogprob",
     "TokenMismatchError",
     "ToolCall",
     "UnsupportedFeatureError",
+    "Work",
     "argmax",
     "build_info",
     "get_include",

@@ -1,14 +1,12 @@
-"""Owns `llamacppshim demo`: three questions about a folder of source files, on one context that is kept warm.
+"""Owns `llamacppshim demo`: three questions about a folder of source files, in one session that is kept warm.
 
-The files are read once. Each turn prefills only what the context does not hold yet; then the last turn is run again in
-a fresh context, to show what keeping it saved and that the answer is the same. The last bits of logits depend on how
-tokens are cut into batches, and a near tie can turn on them: so prompts are prefilled in pieces that begin at multiples
-of PIECE_TOKENS, and only whole pieces are kept. Then both runs compute the same, to the bit.
+The files are read once. Each turn prefills only what the session does not hold yet; then the last turn is run again in
+a fresh one, to show what keeping it saved and that the answer is the same. Both compute the same to the bit: the last
+bits of logits depend on how tokens are cut into batches, a near tie can turn on them, and reuse is "bitwise" here.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import json
 import os
@@ -18,13 +16,12 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import rich.progress
 from rich.console import Console
 
-from llamacppshim import ChatTemplate, Context, Model, Sampler, build_info
+from llamacppshim import ChatTemplate, Model, Runtime, Session, build_info
 from llamacppshim.errors import InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.models import default_model
 
@@ -115,16 +112,16 @@ def run(console: Console, repo: Path | None, model_path: Path | None, json_path:
 
         messages: list[dict[str, str]] = []
         turns: list[Turn] = []
-        with Conversation(model, template, n_ctx) as warm:
+        with open_runtime(model, n_ctx) as runtime, runtime.session() as warm:
             for question in QUESTIONS:
                 say(console, f"\n{len(turns) + 1}  {question}", style="bold")
                 content = question if messages else f"{prefix.text}\n\n{question}"
                 messages.append({"role": "user", "content": content})
-                turns.append(ask(console, warm, messages, question))
+                turns.append(ask(console, warm, prompt_tokens(model, template, messages), question))
                 messages.append({"role": "assistant", "content": turns[-1].answer})
         say(console, "\nThe last turn again, in a fresh context", style="bold")
-        with Conversation(model, template, n_ctx) as fresh:
-            cold = ask(console, fresh, messages[:-1], QUESTIONS[-1])
+        with open_runtime(model, n_ctx) as runtime, runtime.session() as fresh:
+            cold = ask(console, fresh, prompt_tokens(model, template, messages[:-1]), QUESTIONS[-1])
         say_comparison(console, turns[-1], cold)
         if json_path is not None:
             report = {
@@ -221,86 +218,36 @@ def holds_special(model: Model, text: str) -> bool:
     return any(model.is_control(int(token)) for token in set(tokens.tolist()))
 
 
-class Conversation:
-    """A context of one sequence that knows which tokens it holds."""
-
-    def __init__(self, model: Model, template: ChatTemplate, n_ctx: int) -> None:
-        self.model = model
-        self.template = template
-        # The whole window cache: without it a sliding window cannot be cut back to a common prefix.
-        self.context = Context(model, n_ctx=n_ctx, n_batch=PIECE_TOKENS, swa_full=True)
-        self.sampler = Sampler(model, temperature=0.0)
-        self.resident: list[int] = []
-        self.n_whole = 0  # of these, in whole pieces of a prompt
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.sampler.close()
-        self.context.close()
-
-    def keep(self, tokens: list[int]) -> int:
-        """Removes what is not a whole piece of `tokens`; how many of them are resident then, never all."""
-        n = 0
-        while n < min(self.n_whole, len(tokens) - 1) and self.resident[n] == tokens[n]:
-            n += 1
-        n -= n % PIECE_TOKENS
-        if n < len(self.resident):
-            can_be_cut = self.model.memory_kind in ("attention", "swa")
-            if not (can_be_cut and self.context.seq_rm(0, n, -1)):
-                self.context.clear()
-                n = 0
-            del self.resident[n:]
-        return n
-
-    def decode(self, tokens: list[int], *, logits: Literal["last", "none"]) -> None:
-        self.context.decode(tokens, logits=logits)
-        self.resident += tokens
-
-    def answer(
-        self, messages: list[dict[str, str]], question: str, on_prefill: Update, on_text: Callable[[str], None]
-    ) -> Turn:
-        """Greedy, at most ANSWER_TOKENS."""
-        started = time.perf_counter()
-        tokens = prompt_tokens(self.model, self.template, messages)
-        reused = self.keep(tokens)
-        turn = Turn(question, len(tokens), reused, len(tokens) - reused)
-        for begin in range(reused, len(tokens), PIECE_TOKENS):
-            piece = tokens[begin : begin + PIECE_TOKENS]
-            self.decode(piece, logits="last" if begin + len(piece) == len(tokens) else "none")
-            on_prefill(begin + len(piece) - reused, turn.prefilled_tokens)
-        self.n_whole = len(tokens) - len(tokens) % PIECE_TOKENS
-
-        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-        pieces: list[str] = []
-        n_decoded = 0
-        token = self.sampler.sample(self.context, -1)
-        first = time.perf_counter()
-        while True:
-            if self.model.is_eog(token):
-                turn.finish_reason = "stop"
-                break
-            turn.tokens.append(token)
-            pieces.append(decoder.decode(self.model.token_piece(token, special=False)))
-            on_text(pieces[-1])
-            if len(turn.tokens) == ANSWER_TOKENS or len(self.resident) == self.context.n_ctx_seq:
-                break
-            self.decode([token], logits="last")
-            n_decoded += 1
-            token = self.sampler.sample(self.context, -1)
-        seconds = time.perf_counter() - first
-        pieces.append(decoder.decode(b"", final=True))
-        on_text(pieces[-1])
-        turn.answer = "".join(pieces)
-        turn.ttft_ms = (first - started) * 1e3
-        turn.tokens_per_s = n_decoded / seconds if n_decoded else 0.0
-        return turn
+def open_runtime(model: Model, n_ctx: int) -> Runtime:
+    """One session's worth. The whole window cache is kept: without it a sliding window would give the same tokens, but
+    not the same bits."""
+    return Runtime.open(model, n_ctx=n_ctx, n_batch=PIECE_TOKENS, n_ubatch=PIECE_TOKENS, reuse="bitwise", swa_full=True)
 
 
-def ask(console: Console, conversation: Conversation, messages: list[dict[str, str]], question: str) -> Turn:
+def answer(
+    session: Session, tokens: list[int], question: str, on_prefill: Update, on_text: Callable[[str], None]
+) -> Turn:
+    """Greedy, at most ANSWER_TOKENS."""
+    started = time.perf_counter()
+    status = session.ensure_prefix(tokens, progress=on_prefill)
+    turn = Turn(question, len(tokens), status.reused_tokens, len(tokens) - status.reused_tokens)
+    first: float | None = None
+    pieces: list[str] = []
+    for chunk in session.decode(max_tokens=ANSWER_TOKENS):
+        first = first or time.perf_counter()
+        turn.tokens += chunk.tokens
+        pieces.append(chunk.text)
+        on_text(chunk.text)
+        turn.finish_reason = chunk.finish_reason or turn.finish_reason
+    ended = time.perf_counter()
+    first = first or ended
+    turn.answer = "".join(pieces)
+    turn.ttft_ms = (first - started) * 1e3
+    turn.tokens_per_s = (len(turn.tokens) - 1) / (ended - first) if len(turn.tokens) > 1 else 0.0
+    return turn
+
+
+def ask(console: Console, session: Session, tokens: list[int], question: str) -> Turn:
     """One turn on the screen: a bar while it prefills, the answer as it comes, and what it cost."""
     with contextlib.ExitStack() as stack:
         show = stack.enter_context(bar(console, "prefilling", rich.progress.MofNCompleteColumn()))
@@ -309,7 +256,7 @@ def ask(console: Console, conversation: Conversation, messages: list[dict[str, s
             stack.close()
             say(console, text, end="")
 
-        turn = conversation.answer(messages, question, show, on_text)
+        turn = answer(session, tokens, question, show, on_text)
     say(console, "")
     say(
         console,

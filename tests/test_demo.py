@@ -61,11 +61,10 @@ def test_the_figures_add_up_and_warm_equals_cold(
     assert turns[-1]["answer"] == cold["answer"]
     assert report["comparison"]["same_tokens"] is True
     assert report["model"]["name"] == name
-    if name in ("tiny-llama", "tiny-spm", "tiny-swa"):
-        n_prefix = sum(file["n_tokens"] for file in report["prefix"]["files"])
-        for before, after in itertools.pairwise(turns):
-            assert n_prefix - demo.PIECE_TOKENS < after["reused_tokens"] <= before["prompt_tokens"]
-            assert after["reused_tokens"] == before["prompt_tokens"] // demo.PIECE_TOKENS * demo.PIECE_TOKENS
+    n_prefix = sum(file["n_tokens"] for file in report["prefix"]["files"])
+    for before, after in itertools.pairwise(turns):
+        assert n_prefix - demo.PIECE_TOKENS < after["reused_tokens"] <= before["prompt_tokens"]
+        assert after["reused_tokens"] == before["prompt_tokens"] // demo.PIECE_TOKENS * demo.PIECE_TOKENS
 
 
 def test_by_default_it_reads_its_own_sources(tiny_models: dict[str, Path], tmp_path: Path) -> None:

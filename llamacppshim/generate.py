@@ -1,0 +1,132 @@
+"""Owns generating in one session: the answer that can be taken up again, and the step from one token to the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from llamacppshim._native import Sampler
+from llamacppshim.answer import Chunk, FinishReason, TextStream, TokenLogprob, logprobs_of
+from llamacppshim.config import DecodeConfig
+from llamacppshim.errors import DecodeAbortedError, LlamaCppShimError
+
+if TYPE_CHECKING:
+    from llamacppshim.session import Session
+
+
+class Answer:
+    """A generation that can be taken up where it was left: tokens from `begin` to `end` are its own."""
+
+    def __init__(self, config: DecodeConfig, sampler: Sampler, begin: int, end: int | None = None) -> None:
+        self.config = config
+        self.sampler = sampler
+        self.stream = TextStream(config.stop)
+        self.begin = begin
+        self.end = begin if end is None else end
+
+    def copy(self) -> Answer:
+        copy = Answer(self.config, self.sampler.clone(), self.begin, self.end)
+        copy.stream.resume(self.stream.pending())
+        return copy
+
+    def goes_on_with(self, config: DecodeConfig) -> bool:
+        return self.config.sampling() == config.sampling() and self.config.stop == config.stop
+
+
+class Step:
+    """One call of `decode`, token by token. Its methods but `chunks` are for a session that is entered."""
+
+    def __init__(self, session: Session, config: DecodeConfig) -> None:
+        self.session = session
+        self._config = config
+        with session.entered():
+            self._answer = session.begin_answer(config)
+            self._n_changes = session.n_changes
+        self._n_done = 0
+        self._expires = None if config.timeout_s is None else time.monotonic() + config.timeout_s
+
+    def chunks(self) -> Iterator[Chunk]:
+        while not self.is_overtaken:
+            with self.session.entered(self.left_s):
+                chunk = self._run()
+            yield chunk
+            if chunk.finish_reason is not None:
+                return
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Another call has changed what the session holds."""
+        return self.session.n_changes != self._n_changes
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self._expires is None else max(0.0, self._expires - time.monotonic())
+
+    def _run(self) -> Chunk:
+        if (chunk := self.ended()) is not None:
+            return chunk
+        try:
+            self.session.holding.settle("decode")
+        except DecodeAbortedError:
+            return self._cancelled()
+        return self.choose()
+
+    def ended(self) -> Chunk | None:
+        """The last chunk, where no further token is to be chosen."""
+        config, session = self._config, self.session
+        if config.max_tokens is not None and self._n_done >= config.max_tokens:
+            return self._last("length")
+        if session.holding.is_overfull:
+            return self._last("context_full")
+        if session.sequence.stop.requested or self.left_s == 0.0:
+            return self._cancelled()
+        return None
+
+    def failed(self, error: LlamaCppShimError) -> Chunk:
+        if isinstance(error, DecodeAbortedError):
+            return self._cancelled()
+        return Chunk(text=self._answer.stream.release(), error=error)
+
+    def choose(self) -> Chunk:
+        """The next token, from the last one's logits, which are at hand."""
+        session, answer, config = self.session, self._answer, self._config
+        held, model, stream = session.sequence, session.runtime.model, answer.stream
+        with session.runtime.turns:
+            if held.row_in_context:
+                row = held.row() if config.logprobs is not None else None
+                token = answer.sampler.sample(session.runtime.context, held.row_index)
+            else:
+                row = held.row()
+                token = answer.sampler.sample_row(row)
+        if model.is_eog(token) and not config.ignore_eos:
+            return Chunk(text=stream.feed(b"", final=True), finish_reason="stop")
+        session.holding.append(token)
+        answer.end += 1
+        self._n_done += 1
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if row is not None and config.logprobs is not None:
+            logprobs = (self._logprob(row, token, config.logprobs),)
+        text = stream.feed(model.token_piece(token, special=False))
+        reason: FinishReason | None = None
+        if stream.stopped:
+            reason = "stop"
+        elif config.max_tokens is not None and self._n_done >= config.max_tokens:
+            reason = "length"
+        elif session.holding.is_overfull:
+            reason = "context_full"
+        if reason is not None and not stream.stopped:
+            text += stream.release()
+        return Chunk(text=text, tokens=(token,), logprobs=logprobs, finish_reason=reason)
+
+    def _last(self, reason: FinishReason) -> Chunk:
+        return Chunk(text=self._answer.stream.release(), finish_reason=reason)
+
+    def _cancelled(self) -> Chunk:
+        self.session.sequence.stop.cancelled = False
+        return self._last("cancelled")
+
+    def _logprob(self, row: Any, token: int, n_top: int) -> TokenLogprob:
+        piece = self.session.runtime.model.token_piece
+        own, top = logprobs_of(row, token, n_top)
+        return TokenLogprob(token, piece(token), own, tuple(TokenLogprob(one, piece(one), value) for one, value in top))

@@ -1,0 +1,581 @@
+"""Owns one model, one context and its pool of sequences, and who may use the context when."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from llamacppshim._native import Adapter, Batch, Context, Model, build_info
+from llamacppshim.config import RuntimeConfig
+from llamacppshim.errors import (
+    ClosedError,
+    DecodeAbortedError,
+    DecodeError,
+    ForkedError,
+    InvalidArgumentError,
+    LlamaCppShimError,
+    NoKVSlotError,
+    SessionUnavailableError,
+    UnsupportedFeatureError,
+)
+from llamacppshim.ledger import Tokens
+from llamacppshim.manifest import Identity, digest_of, hash_bytes
+from llamacppshim.reuse import MemoryKind
+from llamacppshim.sequence import Cells, ResidentSequence, Stop
+from llamacppshim.store import SnapshotStore
+from llamacppshim.text import Tokenizer
+from llamacppshim.turns import Turns
+
+if TYPE_CHECKING:
+    from llamacppshim.session import Session
+    from llamacppshim.snapshot import Snapshot
+
+DEFAULT_N_CTX = 8192
+
+_MODEL_FIELDS = ("n_gpu_layers", "split_mode", "main_gpu", "use_mmap", "use_mlock", "use_extra_bufts", "check_tensors")
+_MODEL_OPTIONAL = ("devices", "tensor_split")
+_CONTEXT_FIELDS = (
+    *("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_rs_seq", "n_threads", "n_threads_batch", "poll", "flash_attn"),
+    *("type_k", "type_v", "rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload", "swa_full", "kv_unified"),
+)
+# What changes the bits of a cell, besides what has a field of its own in the identity.
+_NUMERIC_FIELDS = (
+    *("n_ubatch", "n_threads", "n_threads_batch", "n_gpu_layers", "devices", "split_mode", "main_gpu", "tensor_split"),
+    *("offload_kqv", "op_offload", "use_extra_bufts"),
+)
+_ROPE_FIELDS = tuple(name for name in _CONTEXT_FIELDS if name.startswith(("rope_", "yarn_")))
+
+
+class Piece(NamedTuple):
+    """Tokens for the end of a sequence, and whether the last one's logits are wanted."""
+
+    sequence: ResidentSequence
+    tokens: Tokens
+    row: bool
+
+
+class Speed:
+    """How fast this runtime reads tokens and restores bytes, as last measured; until then, guesses that restore rather
+    than read."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 1_000.0
+        self.bytes_per_s = 500e6
+
+    def has_read(self, n_tokens: int, seconds: float) -> None:
+        if n_tokens >= 64 and seconds > 0:
+            self.tokens_per_s = n_tokens / seconds
+
+    def has_restored(self, n_bytes: int, seconds: float) -> None:
+        if n_bytes >= 1 << 16 and seconds > 0:
+            self.bytes_per_s = n_bytes / seconds
+
+    def restoring_is_faster(self, n_bytes: int, n_tokens: int) -> bool:
+        return n_bytes / self.bytes_per_s < n_tokens / self.tokens_per_s
+
+
+class Runtime:
+    """A model and a context, open for sessions. Make one with `Runtime.open`.
+
+    May be used from several threads: sessions take turns at the context, a piece of a prefill or a token each.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: RuntimeConfig,
+        *,
+        owns_model: bool,
+        store: SnapshotStore | str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._pid = os.getpid()
+        self._closed = True  # until it is whole
+        self.model = model
+        self.model_name = model.name
+        self._owns_model = owns_model
+        self._adapters: tuple[tuple[Adapter, float], ...] = ()
+        self._adapter_digests: tuple[tuple[str, float], ...] = ()
+        self._request = _with_defaults(config, model)
+        self.context = self._make_context()
+        self.config = _resolved(self._request, self.context)
+        self.memory_kind: MemoryKind = self.context.memory_kind
+        self.can_be_cut = self.memory_kind == "attention" or (self.memory_kind == "swa" and self.context.swa_full)
+        self.is_recurrent = self.memory_kind in ("recurrent", "hybrid")
+        windowed = self.memory_kind in ("swa", "hybrid") and not self.context.swa_full
+        self.n_swa = model.n_swa if windowed else 0
+        self.layout_is_own = self.context.n_seq_max == 1 or not self.context.kv_unified
+        self.n_ctx_seq = self.context.n_ctx_seq
+        self.n_ubatch = self.context.n_ubatch
+        self.tokenizer = Tokenizer(model)
+        self.store = store if store is None or isinstance(store, SnapshotStore) else SnapshotStore(store)
+        self.speed = Speed()
+
+        self.turns = Turns()
+        self._running_mutex = threading.Lock()
+        self._running: Stop | None = None
+        self._rows: dict[int, weakref.ref[ResidentSequence]] = {}  # whose the rows of the last decode are
+        self._sequences: dict[int, ResidentSequence] = {}
+        self._free = deque(range(self.context.n_seq_max))
+        self._orphans: deque[int] = deque()  # of sessions that were collected without a close
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._file = _stat(model.path)
+        try:
+            self._fixed = self._fixed_identity()
+            self._closed = False
+            self.set_adapters(config.adapters)
+        except BaseException:
+            self._closed = True
+            self.context.close()
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        model: str | os.PathLike[str] | Model,
+        config: RuntimeConfig | None = None,
+        *,
+        progress: Callable[[float], bool | None] | None = None,
+        store: SnapshotStore | str | os.PathLike[str] | None = None,
+        **overrides: Any,
+    ) -> Runtime:
+        """Load a model and make a context for it.
+
+        Parameters
+        ----------
+        model
+            A GGUF file, or a model that is loaded already; that one stays the caller's to close.
+        config
+            `RuntimeConfig`; ``overrides`` are its fields, and win.
+        progress
+            Told the fraction loaded; False cancels.
+        store
+            A `SnapshotStore`, or its folder: what sessions park there on close is found again by `ensure_prefix`, in
+            this process or another.
+
+        Raises
+        ------
+        ModelLoadError           a missing, damaged or foreign file; LoadCancelledError if cancelled
+        UnsupportedFeatureError  a model that does not generate text
+        InvalidArgumentError, OutOfRangeError, OutOfMemoryError  the configuration, by field
+        """
+        config = configured(RuntimeConfig, config, overrides)
+        if isinstance(model, Model):
+            return cls(model, config, owns_model=False, store=store)
+        values: dict[str, Any] = {name: getattr(config, name) for name in _MODEL_FIELDS}
+        values |= {name: getattr(config, name) for name in _MODEL_OPTIONAL if getattr(config, name) is not None}
+        loaded = Model(model, progress=progress, **values)
+        try:
+            return cls(loaded, config, owns_model=True, store=store)
+        except BaseException:
+            loaded.close()
+            raise
+
+    def _make_context(self) -> Context:
+        if self.model.vocab_only:
+            raise UnsupportedFeatureError(f"{self.model.name} was loaded for its vocabulary only", feature="context")
+        values = {name: getattr(self._request, name) for name in _CONTEXT_FIELDS}
+        context = Context(self.model, **values)
+        if context.memory_kind == "none":
+            context.close()
+            raise UnsupportedFeatureError(
+                f"{self.model.name} ({self.model.architecture}) makes embeddings, not text", feature="sessions"
+            )
+        return context
+
+    # Sessions.
+
+    def session(self) -> Session:
+        """A new, empty session on a sequence of its own.
+
+        Raises SessionUnavailableError while all n_seq_max sequences are taken.
+        """
+        from llamacppshim.session import Session
+
+        self._require_open()
+        session = Session(self, self.take_sequences(1)[0])
+        self._sessions.add(session)
+        return session
+
+    def adopt(self, session: Session) -> None:
+        """A session that was made beside `session()`: closed with the runtime."""
+        self._sessions.add(session)
+
+    def restore(self, snapshot: Snapshot) -> Session:
+        """A new session that holds what the snapshot's did.
+
+        Raises SnapshotMismatchError with the first field of the identity that differs, SnapshotCorruptError,
+        ContextOverflowError (stage ``restore``), SessionUnavailableError.
+        """
+        session = self.session()
+        try:
+            session.restore(snapshot)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def take_sequences(self, n: int) -> list[ResidentSequence]:
+        """So many free sequences, empty; all or none."""
+        with self.turns:
+            self._reclaim()
+            if len(self._free) < n:
+                n_max = self.config.n_seq_max
+                raise SessionUnavailableError(
+                    reason=f"{n} sequences are wanted, {len(self._free)} of n_seq_max {n_max} are free: close a session"
+                )
+            taken = [ResidentSequence(self, self._free.popleft()) for _ in range(n)]
+            self._sequences |= {one.seq_id: one for one in taken}
+            return taken
+
+    def take_sequence(self) -> ResidentSequence | None:
+        """A free sequence, if there is one."""
+        try:
+            return self.take_sequences(1)[0]
+        except SessionUnavailableError:
+            return None
+
+    def release(self, sequence: ResidentSequence) -> None:
+        """A session's sequence is free again. Never fails."""
+        with self.turns:
+            if self._sequences.pop(sequence.seq_id, None) is not None:
+                self._empty(sequence.seq_id)
+
+    def orphaned(self, seq_id: int) -> None:
+        """The same, later: a garbage collection may come while this thread has its turn."""
+        self._orphans.append(seq_id)
+
+    def _reclaim(self) -> None:
+        while self._orphans:
+            seq_id = self._orphans.popleft()
+            if self._sequences.pop(seq_id, None) is not None:
+                self._empty(seq_id)
+
+    def _empty(self, seq_id: int) -> None:
+        with contextlib.suppress(LlamaCppShimError):  # a context that is closed or fatal holds nothing
+            self.context.seq_rm(seq_id, -1, -1)
+        self._free.append(seq_id)
+
+    @property
+    def n_sessions(self) -> int:
+        """How many sequences are taken."""
+        return len(self._sequences) - len(self._orphans)
+
+    def available_tokens(self, sequence: ResidentSequence) -> int:
+        """How many more tokens the sequence could hold now."""
+        free = self.n_ctx_seq - len(sequence)
+        if self.config.kv_unified:
+            free = min(free, self.n_ctx_seq - self.resident_tokens)
+        return max(0, free)
+
+    @property
+    def resident_tokens(self) -> int:
+        """Of all sessions; cells that branches share count once."""
+        return Cells.count((len(one), one.cells) for one in list(self._sequences.values()))
+
+    # Adapters and identity.
+
+    @property
+    def adapters(self) -> tuple[tuple[Adapter, float], ...]:
+        """The LoRA adapters in use, and their scales."""
+        return self._adapters
+
+    def set_adapters(self, adapters: Iterable[Any]) -> None:
+        """Use these LoRA adapters (paths, pairs of path and scale, or AdapterConfig), and no others, from now on.
+
+        What sessions hold was computed with others: their next `ensure_prefix` reads it again.
+        """
+        self._require_open()
+        wanted = msgspec.structs.replace(self.config, adapters=tuple(adapters)).adapters
+        loaded: list[tuple[Adapter, float]] = []
+        try:
+            loaded += [(Adapter(self.model, one.path), one.scale) for one in wanted]
+            digests = tuple((adapter.digest, scale) for adapter, scale in loaded)
+            with self.turns:
+                self.context.set_adapters(loaded)
+        except BaseException:
+            for adapter, _ in loaded:
+                adapter.close()
+            raise
+        for adapter, _ in self._adapters:
+            adapter.close()
+        self._adapters, self._adapter_digests = tuple(loaded), digests
+        self.config = msgspec.structs.replace(self.config, adapters=wanted)
+
+    def identity(self) -> Identity:
+        """What the cells of this runtime depend on, as of now.
+
+        The model is the one that was loaded. Where its file is another by now, its digest is one that no file has:
+        what is saved from here on cannot be taken for either's.
+        """
+        identity = self._fixed
+        changes: dict[str, Any] = {}
+        if (file := _stat(self.model.path)) != self._file:
+            changes["model_digest"] = digest_of([identity.model_digest, "the file has changed", file])
+        if self._adapter_digests:
+            changes["adapters"] = self._adapter_digests
+        return msgspec.structs.replace(identity, **changes) if changes else identity
+
+    def _fixed_identity(self) -> Identity:
+        model, context, config = self.model, self.context, self.config
+        build = build_info()
+        flags = {
+            name: build[name] for name in ("version", "backend", "compile_options", "cpu_features") if name in build
+        }
+        return Identity(
+            backend_version=f"{build['pin']}+{digest_of(flags)[:16]}",
+            model_digest=model.digest,
+            tokenizer_digest=model.tokenizer_digest,
+            template_digest=hash_bytes((model.chat_template or "").encode()),
+            runtime_digest=digest_of({name: getattr(config, name) for name in _NUMERIC_FIELDS}),
+            n_ctx=context.n_ctx,
+            rope={name: getattr(config, name) for name in _ROPE_FIELDS},
+            type_k=context.type_k,
+            type_v=context.type_v,
+            flash_attn=context.flash_attn,
+            swa_full=context.swa_full,
+            kv_layout=f"{context.n_stream} streams" if context.n_stream > 1 else "one stream",
+            add_bos=model.add_bos,
+            block_size=context.n_ubatch,
+        )
+
+    # The context's turns.
+
+    def decode(self, sequence: ResidentSequence, tokens: Tokens, *, row: bool) -> None:
+        """Tokens of one sequence, at most one ubatch, and the ledger's truth afterwards. Takes a turn.
+
+        Raises
+        ------
+        DecodeAbortedError  the session's stop was requested
+        NoKVSlotError       no free cells, although all that nobody holds were freed
+        DecodeError         as the context; every sequence knows what it still holds
+        """
+        with self.turns:
+            self._reclaim()
+            self.claim_rows(sequence)
+            try:
+                self._decode_once(sequence, tokens, row=row)
+            except NoKVSlotError:
+                self._free_cells()
+                self._decode_once(sequence, tokens, row=row)
+
+    def decode_shared(self, pieces: Iterable[Piece]) -> None:
+        """Tokens of several sequences in one batch of at most one ubatch. Takes a turn.
+
+        A failure is for the caller to find the cause of, one sequence after the other: every sequence knows what it
+        still holds. A stop that is requested meanwhile is for the next batch: this one belongs to others too.
+
+        Raises DecodeError as the context.
+        """
+        pieces = list(pieces)
+        with self.turns, Batch() as batch:
+            self._reclaim()
+            self.claim_rows(None)
+            for sequence, tokens, row in pieces:
+                at, last = len(sequence), len(tokens) - 1
+                for i, token in enumerate(tokens):
+                    batch.add(int(token), at + i, sequence.seq_id, row and i == last)
+            try:
+                self.context.decode_batch(batch)
+            except BaseException as error:
+                self._rows = {}
+                cause = error.__cause__ if isinstance(error, KeyboardInterrupt) else error
+                if self.context.fatal:
+                    self._renew()
+                elif isinstance(cause, DecodeError) or not isinstance(error, LlamaCppShimError):
+                    self._after_shared_failure(pieces, cause if isinstance(cause, DecodeError) else None)
+                raise
+            end = 0
+            for sequence, tokens, row in pieces:
+                end += len(tokens)
+                sequence.decoded(tokens, row=row, index=end - 1)
+                if row:
+                    self._rows[end - 1] = weakref.ref(sequence)
+
+    def _after_shared_failure(self, pieces: list[Piece], error: DecodeError | None) -> None:
+        """How far each got, its own memory says, but where that cannot be told."""
+        dirty = self._dirty(error)
+        for seq_id in dirty:
+            if seq_id in self._sequences:
+                self._sequences[seq_id].suspect = True
+        for sequence, tokens, _ in pieces:
+            sequence.failed(tokens, None)
+
+    def _dirty(self, error: DecodeError | None) -> Iterable[int]:
+        """The sequences that cannot be trusted after an error, or after a call that was left by something else."""
+        if error is not None:
+            return error.dirty
+        return list(self._sequences) if self.is_recurrent else ()
+
+    def _decode_once(self, sequence: ResidentSequence, tokens: Tokens, *, row: bool) -> None:
+        try:
+            with self._interruptible(sequence.stop, len(tokens)):
+                self.context.decode(tokens, seq_id=sequence.seq_id, pos=len(sequence), logits="last" if row else "none")
+        except (DecodeError, KeyboardInterrupt) as error:
+            self._after_failure(sequence, tokens, error if isinstance(error, DecodeError) else error.__cause__)
+            raise
+        except LlamaCppShimError:
+            raise  # judged before the call
+        except BaseException:
+            self._after_failure(sequence, tokens, None)
+            raise
+        sequence.decoded(tokens, row=row)
+        if row:
+            self._rows[-1] = weakref.ref(sequence)
+
+    def _after_failure(self, sequence: ResidentSequence, tokens: Tokens, error: BaseException | None) -> None:
+        self._rows = {}
+        known = error if isinstance(error, DecodeError) else None
+        if self.context.fatal:
+            self._renew()
+            return
+        for seq_id in self._dirty(known):
+            if seq_id != sequence.seq_id and seq_id in self._sequences:
+                self._sequences[seq_id].suspect = True
+        sequence.failed(tokens, known)
+
+    def _renew(self) -> None:
+        """A context that answers nothing any more is replaced; the sessions read again what they need."""
+        self.context.close()
+        for sequence in self._sequences.values():
+            sequence.forget()
+        self.context = self._make_context()
+        self.context.set_adapters(self._adapters)
+
+    def _free_cells(self) -> None:
+        """Of sequences that nobody has."""
+        self._reclaim()
+        for seq_id in self._free:
+            if self.context.seq_pos_max(seq_id) >= 0:
+                self.context.seq_rm(seq_id, -1, -1)
+
+    def claim_rows(self, sequence: ResidentSequence | None) -> None:
+        """Before a call that replaces the rows of the last decode: whose last row is among them gets a copy."""
+        for owner in self._rows.values():
+            if (other := owner()) is not None and other is not sequence:
+                other.save_row()
+        self._rows = {}
+
+    @contextlib.contextmanager
+    def _interruptible(self, stop: Stop, n_tokens: int) -> Iterator[None]:
+        """The native call inside ends when the stop is requested: at once where the memory tells what was computed,
+        else after this piece. Others' calls are not touched."""
+        timer: threading.Timer | None = None
+        with self._running_mutex:
+            if stop.requested:
+                raise DecodeAbortedError("nothing was decoded: " + stop.take())
+            self._running = None if self.is_recurrent else stop
+        if stop.expires is not None and n_tokens > 1 and not self.is_recurrent:  # one token is soon over
+            timer = threading.Timer(max(0.0, stop.remaining), self.interrupt, (stop,))
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            with self._running_mutex:
+                self._running = None
+                if stop.requested and not self.context.closed:
+                    self.context.cancel_clear()  # it may have come too late for this call
+            if timer is not None:
+                timer.cancel()
+
+    def interrupt(self, stop: Stop) -> None:
+        """From any thread: ends the native call that runs for this stop, if one does."""
+        with self._running_mutex:
+            if self._running is stop:
+                self.context.cancel()
+
+    # Life.
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError("this runtime was opened before os.fork(), and this is the child")
+        if self._closed:
+            raise ClosedError("runtime is closed")
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Closes its sessions, then frees the context and, if it was loaded here, the model. Safe to repeat.
+
+        A call that runs in another thread is cancelled and waited for.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        for session in list(self._sessions):
+            session.close()
+        with self.turns:
+            self._closed = True
+            self.context.close()
+        for adapter, _ in self._adapters:
+            adapter.close()
+        if self._owns_model:
+            self.model.close()
+
+    def __enter__(self) -> Runtime:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or sys.is_finalizing() or os.getpid() != self._pid:
+            return
+        warnings.warn(f"a runtime of {self.model.name} was not closed", ResourceWarning, source=self, stacklevel=2)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a runtime cannot be pickled or copied")
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<Runtime closed>"
+        return f"<Runtime {self.model.name} {self.memory_kind} n_ctx={self.config.n_ctx} sessions={self.n_sessions}>"
+
+
+def configured(kind: type[Any], config: Any, overrides: dict[str, Any]) -> Any:
+    """A configuration with some of its fields replaced; an unknown field is named."""
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"config must be a {kind.__name__}, not {type(config).__name__}")
+    for name in overrides:
+        if name not in kind.__struct_fields__:
+            raise InvalidArgumentError(f"{kind.__name__} has no field {name}", field=name)
+    if config is None:
+        return kind(**overrides)
+    return msgspec.structs.replace(config, **overrides) if overrides else config
+
+
+def _with_defaults(config: RuntimeConfig, model: Model) -> RuntimeConfig:
+    if config.n_ctx is None:
+        return msgspec.structs.replace(config, n_ctx=min(model.n_ctx_train or DEFAULT_N_CTX, DEFAULT_N_CTX))
+    return config
+
+
+def _resolved(config: RuntimeConfig, context: Context) -> RuntimeConfig:
+    """As the context has it."""
+    names = ("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_rs_seq", "n_threads", "n_threads_batch", "swa_full")
+    values: dict[str, Any] = {name: getattr(context, name) for name in (*names, "type_k", "type_v", "kv_unified")}
+    values["flash_attn"] = "on" if context.flash_attn else "off"
+    return msgspec.structs.replace(config, **values)
+
+
+def _stat(path: str) -> tuple[int, int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino

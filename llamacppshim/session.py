@@ -1,0 +1,799 @@
+"""Owns the session: a stable prefix, a suffix for this turn, an answer, and what of them need not be read again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+
+from llamacppshim import saving
+from llamacppshim._native import Sampler
+from llamacppshim.answer import Chunk, Completion, completion_of
+from llamacppshim.config import DecodeConfig
+from llamacppshim.errors import (
+    BusyError,
+    ContextOverflowError,
+    DecodeAbortedError,
+    DecodeFatalError,
+    ForkedError,
+    InvalidArgumentError,
+    ManifestMismatchError,
+    OutOfRangeError,
+    SessionClosedError,
+    SessionFatalError,
+    SnapshotError,
+    TokenMismatchError,
+    UnsupportedFeatureError,
+)
+from llamacppshim.generate import Answer, Step
+from llamacppshim.holding import Holding, Mark
+from llamacppshim.ledger import Tokens, as_tokens
+from llamacppshim.manifest import ContextManifest, Identity, SegmentRecord
+from llamacppshim.prompt import Prefix, Prompt, parts_of, segment_records, utf8
+from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
+from llamacppshim.reuse import ReusePlan, common_prefix
+from llamacppshim.runtime import configured
+from llamacppshim.sequence import Progress, ResidentSequence
+from llamacppshim.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from llamacppshim.runtime import Runtime
+
+
+class Session:
+    """One conversation on a runtime, made by `Runtime.session`. One thread at a time; `cancel`, `explain` from any."""
+
+    def __init__(self, runtime: Runtime, sequence: ResidentSequence) -> None:
+        self._pid = os.getpid()
+        self.runtime = runtime
+        self.holding = Holding(runtime, sequence)
+        self._busy = threading.Lock()
+        self._owner = 0
+        self._closing = False
+        self._state: Literal["open", "closed", "fatal"] = "open"
+        self._cause: BaseException | None = None
+        self._stage: Literal["empty", "prefix", "suffix"] = "empty"
+        self._prefix: Prefix | None = None
+        self._n_prefix = 0
+        self._identity: Identity | None = None
+        self._plan: ReusePlan | None = None
+        self._answer: Answer | None = None
+        self._branch_bytes = 0
+        self.n_changes = 0  # a generator that finds another number has been overtaken
+
+    # The prefix.
+
+    def ensure_prefix(
+        self,
+        prompt: Prompt,
+        *,
+        parse_special: bool = False,
+        timeout_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> PrefixStatus:
+        """Hold exactly this prefix, reading only what is not resident already.
+
+        What followed the resident part (an old suffix, generated tokens) is dropped. Nothing is kept where the model,
+        the tokenizer, the template, the runtime's settings, the adapters or BOS are not those it was read with.
+
+        Parameters
+        ----------
+        prompt
+            Text; or a sequence of texts, the segments of one text, each of which has to begin at a token; or tokens,
+            which are taken as they are. A text gets the model's BOS, once.
+        parse_special
+            Whether the texts of special tokens in the text stand for these tokens.
+        timeout_s
+            Seconds after which the prefill is cancelled.
+        progress
+            Told (tokens read, tokens to read) after each piece.
+
+        Raises
+        ------
+        ContextOverflowError   the prefix does not fit; nothing has changed
+        ManifestMismatchError  a token reaches over the boundary of two segments; nothing has changed
+        DecodeAbortedError     cancelled, or the time was over: whole pieces stay, and need not be read again
+        DecodeError            of the context; what is proven stays
+        BusyError, SessionClosedError, SessionFatalError
+        """
+        with self.entered(timeout_s):
+            self._require_not_stopped()
+            prefix = self._tokenized(prompt, parse_special)
+            n, n_before = len(prefix.tokens), len(self.sequence)
+            drift = self._drift()
+            if n > self.runtime.n_ctx_seq:
+                reusable = 0 if drift else common_prefix(self.sequence.ledger.tokens, prefix.tokens)
+                raise ContextOverflowError(
+                    stage="prefix",
+                    resident_tokens=reusable,
+                    additional_tokens=n - reusable,
+                    num_ctx=self.runtime.n_ctx_seq,
+                )
+            self._begin_change()
+            self._identity = self.runtime.identity()
+            if drift:
+                with self.runtime.turns:
+                    self.sequence.drop()
+            stored = self._from_store(prefix)
+            try:
+                plan, n_read = self._read_prefix(prefix, progress, drift, stored)
+            except BaseException:
+                # The prefix was not finished: what is proven is all that the session holds.
+                self.holding.cut_to_held()
+                self._n_prefix, self._stage, self._prefix = len(self.sequence), "empty", None
+                raise
+            prefix.describe(self._manifest(prefix))
+            self._n_prefix, self._stage, self._prefix = n, "prefix", prefix
+            return PrefixStatus(
+                reused_tokens=plan.reuse_tokens,
+                dropped_tokens=max(0, n_before - plan.reuse_tokens),
+                prefilled_tokens=n_read,
+                prefix_tokens=n,
+                resident_tokens=n,
+                available_tokens=self.holding.available_tokens,
+                stable_byte_hash=prefix.byte_hash,
+                stable_token_hash=prefix.token_hash,
+                manifest_digest=prefix.digest,
+                plan=plan,
+            )
+
+    def _read_prefix(
+        self, prefix: Prefix, progress: Progress | None, drift: str, stored: ReusePlan | None
+    ) -> tuple[ReusePlan, int]:
+        holding, held, n = self.holding, self.sequence, len(prefix.tokens)
+        holding.replace(prefix.tokens)
+        plan = holding.keep()
+        if stored is not None:
+            plan = _as_stored(plan, stored)
+        elif drift:
+            plan = msgspec.structs.replace(plan, reason=drift)
+        self._plan = plan
+        end = n
+        if holding.bitwise and plan.reuse_tokens < n:
+            end = n - n % self.runtime.n_ubatch  # the last piece is read with what follows
+        n_read = holding.read(
+            end, "prefix", want_row=end == n, marks=holding.prefix_marks(len(held)), progress=progress
+        )
+        if len(held) == end:
+            held.take_checkpoint()
+        return plan, n_read
+
+    def _from_store(self, prefix: Prefix) -> ReusePlan | None:
+        """Restores what was stored of the prompt, where that is faster than reading what it adds."""
+        runtime = self.runtime
+        if runtime.store is None or len(prefix.tokens) == 0:
+            return None
+        try:
+            match = runtime.store.find(runtime.identity(), prefix.tokens)
+            live = self.sequence.plan(prefix.tokens, len(prefix.tokens)).reuse_tokens
+            if match is None or not runtime.speed.restoring_is_faster(match.n_bytes, match.common - live):
+                return None
+            snapshot = runtime.store.load(match.name)
+            plan = saving.restore(self, snapshot)
+        except (SnapshotError, ContextOverflowError):
+            return None  # damaged, gone, or of no use here after all: it is read
+        runtime.speed.has_restored(snapshot.nbytes, plan.seconds)
+        return plan
+
+    def plan(self, prompt: Prompt, *, parse_special: bool = False) -> ReusePlan:
+        """What `ensure_prefix` would keep for this prompt of what is live. Changes nothing."""
+        with self.entered() as held:
+            prefix = self._tokenized(prompt, parse_special)
+            if drift := self._drift():
+                return ReusePlan(reuse_tokens=0, source="none", reason=drift)
+            return held.plan(prefix.tokens, len(prefix.tokens))
+
+    # The suffix.
+
+    def prefill_suffix(
+        self,
+        prompt: Prompt,
+        *,
+        append: bool = False,
+        parse_special: bool = False,
+        manifest_digest: str | None = None,
+        timeout_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> SuffixStatus:
+        """Read this turn's text after the prefix.
+
+        Parameters
+        ----------
+        prompt
+            Text or tokens; may be empty. Never gets a BOS. Text is tokenised together with the prefix's.
+        append
+            Go on after what was read and generated since `ensure_prefix`, instead of right after the prefix.
+        manifest_digest
+            That of the prefix it was built for; any prefix by default.
+
+        Raises
+        ------
+        ManifestMismatchError  no prefix, another one, one that already has a suffix, or one of another identity
+        TokenMismatchError     tokens of prefix and suffix would merge (``RuntimeConfig.seam`` says what else to do)
+        ContextOverflowError   it does not fit
+        DecodeAbortedError, DecodeError, BusyError, SessionClosedError, SessionFatalError  as `ensure_prefix`
+            After each of them the session is where it was before the call; what of the suffix was read is found again.
+        """
+        with self.entered(timeout_s):
+            self._require_not_stopped()
+            suffix = self.begin_suffix(
+                prompt, append=append, parse_special=parse_special, manifest_digest=manifest_digest
+            )
+            try:
+                marks = self.holding.suffix_marks(suffix.begin)
+                n_read = self.holding.settle("suffix", marks=marks, progress=progress)
+            except BaseException:
+                self.undo_suffix(suffix)
+                raise
+            assert self._prefix is not None
+            return SuffixStatus(
+                suffix_tokens=len(self.holding.target) - len(suffix.mark.tokens),
+                prefix_tokens=self._n_prefix,
+                resident_tokens=len(self.holding.target),
+                available_tokens=self.holding.available_tokens,
+                prefilled_tokens=n_read,
+                reread_tokens=len(suffix.mark.tokens) - suffix.begin,
+                manifest_digest=self._prefix.digest,
+            )
+
+    def begin_suffix(
+        self, prompt: Prompt, *, append: bool, parse_special: bool, manifest_digest: str | None = None
+    ) -> Suffix:
+        """The session is meant to hold it, and reads it later. Entered."""
+        self._require_prefix(append, manifest_digest)
+        at = len(self.holding.target)
+        n_back, tokens = self._suffix_tokens(prompt, parse_special)
+        begin = at - n_back
+        n = begin + len(tokens)
+        if n > self.runtime.n_ctx_seq:
+            raise ContextOverflowError(
+                stage="suffix", resident_tokens=at, additional_tokens=n - at, num_ctx=self.runtime.n_ctx_seq
+            )
+        if n == 0:
+            raise InvalidArgumentError("there is nothing to go on from: the session holds no token", field="prefix")
+        suffix = Suffix(self.holding.mark(), self._stage, begin)
+        self._begin_change()
+        if append and n_back == 0 and len(self.sequence) == at:
+            self.sequence.take_checkpoint()  # the start of the newest turn
+        self.holding.replace(tokens, keep=begin)
+        self._stage = "suffix"
+        return suffix
+
+    def undo_suffix(self, suffix: Suffix) -> None:
+        """As if `begin_suffix` had not been. Entered."""
+        self.holding.undo(suffix.mark)
+        self._stage = suffix.stage
+
+    # The answer.
+
+    def decode(self, config: DecodeConfig | None = None, **overrides: Any) -> Iterator[Chunk]:
+        """Generate, a chunk a token.
+
+        Leaving the loop ends it; a later `decode` with the same sampling goes on as if it had not been left.
+
+        Parameters
+        ----------
+        config
+            `DecodeConfig`; ``overrides`` are its fields, and win.
+
+        Returns
+        -------
+        Chunks, the last with its ``finish_reason``: ``stop`` (an end-of-generation token, or a stop text), ``length``
+        (max_tokens), ``cancelled`` (or timeout_s), ``context_full``.
+
+        Raises
+        ------
+        ContextOverflowError  other sessions have taken the cells (kv_unified)
+        DecodeError           of the context; the session goes on from what is proven
+        GrammarError, InvalidArgumentError, OutOfRangeError  the configuration
+        """
+        return Step(self, configured(DecodeConfig, config, overrides)).chunks()
+
+    def collect(self, config: DecodeConfig | None = None, **overrides: Any) -> Completion:
+        """The whole answer of `decode`."""
+        began = time.perf_counter()
+        return completion_of(((chunk, time.perf_counter()) for chunk in self.decode(config, **overrides)), began)
+
+    async def adecode(self, config: DecodeConfig | None = None, **overrides: Any) -> AsyncIterator[Chunk]:
+        """`decode`, each token in a thread of the event loop's pool. Cancelling the task cancels the decode."""
+        import asyncio  # takes a third of the time to import this package, and most have no use for it
+
+        chunks = self.decode(config, **overrides)
+        while True:
+            step = asyncio.ensure_future(asyncio.to_thread(next, chunks, None))
+            try:
+                chunk = await asyncio.shield(step)
+            except asyncio.CancelledError:
+                self.cancel()
+                await asyncio.wait([step])
+                self.sequence.stop.cancelled = False
+                raise
+            if chunk is None:
+                return
+            yield chunk
+
+    def cancel(self) -> None:
+        """End the running call, or if none runs, the next one. From any thread.
+
+        A prefill raises DecodeAbortedError, an answer ends with ``cancelled``. At once on memories that tell what was
+        computed (attention, sliding window, on the CPU), else after the running piece.
+        """
+        if os.getpid() == self._pid and self._state == "open":
+            stop = self.sequence.stop
+            stop.cancelled = True
+            self.runtime.interrupt(stop)
+
+    def begin_answer(self, config: DecodeConfig) -> Answer:
+        """Takes up the last answer where nothing has happened since and the sampling is the same. Entered."""
+        self._require_same_identity()
+        at = len(self.holding.target)
+        if at == 0:
+            raise InvalidArgumentError("there is nothing to go on from: the session holds no token", field="prefix")
+        self.n_changes += 1
+        last = self.answer_in_hand
+        if last is not None and last.goes_on_with(config):
+            last.config = config
+            last.stream.stopped = False
+            return last
+        self._drop_answer()
+        self._answer = Answer(config, Sampler(self.runtime.model, **config.sampling()), at)
+        return self._answer
+
+    # Saving, restoring, branching.
+
+    def snapshot(self) -> Snapshot:
+        """What the session holds as a value: tokens, state, checkpoints, the last logits, the answer in hand.
+
+        Cost: one copy of the state, and one pass of a fast hash. Tokens that are still to be read (after a cancel, or
+        the last one of an answer) are not read for it.
+
+        Raises
+        ------
+        ManifestMismatchError  no prefix, or one of another identity
+        """
+        with self.entered():
+            if self._prefix is None:
+                raise ManifestMismatchError("there is no prefix: call ensure_prefix first", field="prefix")
+            self._require_same_identity()
+            self.holding.align()
+            return saving.take(self, self._prefix)
+
+    def restore(self, snapshot: Snapshot) -> ReusePlan:
+        """Hold what the snapshot's session held, and go on as that one would.
+
+        Loaded into another sequence where one is free, so that a failure leaves this session as it was; else this one
+        is emptied first, and the error says so.
+
+        Raises
+        ------
+        SnapshotMismatchError  the first field of the identity that differs; nothing has changed
+        ContextOverflowError   it does not fit (stage ``restore``)
+        SnapshotCorruptError   its state is damaged
+        """
+        with self.entered():
+            return saving.restore(self, snapshot)
+
+    def branch(self, n: int = 1, *, at: int | None = None) -> list[Session]:
+        """So many sessions that hold what this one holds, each going on by itself. Reads nothing.
+
+        With ``kv_unified`` they share the cells; else each gets a copy. They may be closed in any order, and may branch
+        themselves. An answer in hand goes on in each as it would here.
+
+        Parameters
+        ----------
+        at
+            Tokens to share, fewer than all where the memory can be cut there or has a checkpoint.
+
+        Raises
+        ------
+        SessionUnavailableError  fewer free sequences; none was made
+        UnsupportedFeatureError  this memory cannot be cut at ``at``
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise InvalidArgumentError(field="n", expected="at least 1", actual=n)
+        with self.entered() as held:
+            self._require_same_identity()
+            self.holding.align()
+            whole = len(self.holding.target)
+            at = whole if at is None else at
+            if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= whole:
+                raise OutOfRangeError(f"at {at} is outside 0..{whole}", field="at", expected=whole, actual=at)
+            sequences = self.runtime.take_sequences(n)
+            children: list[Session] = []
+            try:
+                for sequence in sequences:
+                    with self.runtime.turns:
+                        n_bytes = sequence.copy_from(held)
+                    children.append(self._child(sequence, at, n_bytes))
+            except BaseException:
+                for child in children:
+                    child.close()
+                for sequence in sequences[len(children) :]:
+                    self.runtime.release(sequence)
+                raise
+            for child in children:
+                self.runtime.adopt(child)
+            return children
+
+    def _child(self, sequence: ResidentSequence, at: int, n_bytes: int) -> Session:
+        tokens, whole = self.holding.target.tokens[:at], len(self.holding.target)
+        plan = ReusePlan(reuse_tokens=len(sequence), source="branch", reason="")
+        if at < len(sequence):
+            plan = sequence.prepare(tokens, at)
+            if plan.reuse_tokens < at and not self.holding.bitwise:
+                raise UnsupportedFeatureError(f"no branch at {at}: {plan.reason}", feature="branch below the tip")
+        child = Session(self.runtime, sequence)
+        child.holding.replace(tokens)
+        child.holding.n_prompt = min(at, self.holding.n_prompt)
+        child._identity, child._n_prefix = self._identity, min(at, self._n_prefix)
+        if at >= self._n_prefix:
+            child._stage, child._prefix = self._stage, self._prefix
+        exact: Literal["bitwise", "token"] = "bitwise" if child.holding.is_exact else "token"
+        reason = f"branched at {at} of {whole} tokens" + (f"; {plan.reason}" if plan.reason else "")
+        child._plan = ReusePlan(reuse_tokens=plan.reuse_tokens, source="branch", reason=reason, exact=exact)
+        child._branch_bytes = n_bytes
+        if at == whole and self.answer_in_hand is not None:
+            child._answer = self.answer_in_hand.copy()
+        return child
+
+    def park(self) -> None:
+        """Keep a snapshot in the runtime's store. Nothing to keep is no error.
+
+        Raises
+        ------
+        InvalidArgumentError  the runtime has no store
+        SnapshotError         it cannot be written
+        """
+        if self.runtime.store is None:
+            raise InvalidArgumentError("the runtime was opened without a store", field="store")
+        if self._prefix is not None:
+            self.runtime.store.put(self.snapshot())
+
+    # What saving and stepping need; the caller has entered the session.
+
+    @property
+    def sequence(self) -> ResidentSequence:
+        return self.holding.sequence
+
+    @property
+    def n_prefix(self) -> int:
+        return self._n_prefix
+
+    @property
+    def stage(self) -> Literal["empty", "prefix", "suffix"]:
+        return self._stage
+
+    @property
+    def answer_in_hand(self) -> Answer | None:
+        """The last answer, if nothing has happened since."""
+        answer = self._answer
+        return answer if answer is not None and answer.end == len(self.holding.target) else None
+
+    def change_sequence(self, other: ResidentSequence) -> None:
+        """Go on with another sequence, and let go of the own one. Its work, and a cancel, come along."""
+        old = self.sequence
+        other.counters, other.stop = old.counters, old.stop
+        self.holding.sequence = other
+        self.runtime.release(old)
+
+    def empty(self) -> None:
+        """Hold nothing."""
+        self._begin_change()
+        with self.runtime.turns:
+            self.sequence.drop()
+        self.holding.cut_to_held()
+        self._n_prefix, self._stage, self._prefix = 0, "empty", None
+
+    def hold(self, snapshot: Snapshot, plan: ReusePlan, sampler: Sampler | None) -> None:
+        """The sequence holds the snapshot's state: so does the session."""
+        contents = snapshot.contents
+        self._begin_change()
+        self.holding.replace(snapshot.tokens)
+        self.holding.n_prompt = contents.n_prompt
+        self._n_prefix, self._stage = contents.n_prefix, contents.stage
+        text = None if snapshot.text is None else bytes(snapshot.text)
+        self._prefix = Prefix(None, text, snapshot.tokens[: contents.n_prefix].copy(), contents.n_bos)
+        self._prefix.manifest = contents.manifest
+        self._prefix.describe(self._manifest(self._prefix))
+        self._identity, self._plan = self.runtime.identity(), plan
+        if contents.answer is not None and sampler is not None:
+            self._answer = Answer(contents.answer.config, sampler, contents.answer.begin, len(snapshot.tokens))
+            self._answer.stream.resume(contents.answer.pending)
+
+    # What it is.
+
+    def explain(self) -> ContextReport:
+        """What is resident and why. Also of a session that is closed or fatal, and from any thread."""
+        holding, held = self.holding, self.sequence
+        counters, checkpoints = held.counters, held.checkpoints
+        is_open = self._state == "open"
+        n, resident = len(holding.target), len(held) if is_open else 0
+        return ContextReport(
+            state=self._state,
+            cause="" if self._cause is None else str(self._cause),
+            model=self.runtime.model_name,
+            memory_kind=self.runtime.memory_kind,
+            reuse=self.runtime.config.reuse,
+            exact="bitwise" if is_open and holding.is_exact else "token",
+            seq_id=held.seq_id if is_open else None,
+            n_ctx=self.runtime.n_ctx_seq,
+            resident_tokens=resident,
+            pending_tokens=max(0, n - resident) if is_open else 0,
+            available_tokens=holding.available_tokens if is_open else 0,
+            prefix_tokens=self._n_prefix,
+            suffix_tokens=holding.n_prompt - self._n_prefix,
+            generated_tokens=n - holding.n_prompt,
+            stable_byte_hash=self._prefix.byte_hash if self._prefix else "",
+            stable_token_hash=self._prefix.token_hash if self._prefix else "",
+            manifest=self._prefix.manifest if self._prefix else None,
+            plan=self._plan,
+            checkpoints=tuple(one.position for one in list(checkpoints.taken)) if is_open else (),
+            checkpoint_bytes=checkpoints.nbytes if is_open else 0,
+            branch_bytes=self._branch_bytes if is_open else 0,
+            work=Work(
+                prefill_tokens=counters.prefill_tokens,
+                prefill_s=counters.prefill_s,
+                decode_tokens=counters.decode_tokens,
+                decode_s=counters.decode_s,
+                checkpoints_taken=counters.checkpoints_taken,
+                checkpoints_restored=counters.checkpoints_restored,
+                checkpoints_evicted=checkpoints.evicted,
+                checkpoints_too_large=checkpoints.too_large,
+            ),
+        )
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens the session holds: prefix, suffix, generated ones. A copy."""
+        return self.holding.target.copy()
+
+    @property
+    def closed(self) -> bool:
+        return self._state != "open"
+
+    def close(self, *, park: bool = False) -> None:
+        """Free the sequence. Safe to repeat; a call that runs in another thread is cancelled and waited for.
+
+        Parameters
+        ----------
+        park
+            Keep a snapshot in the runtime's store first, where the next `ensure_prefix` finds it. SnapshotError where
+            it cannot be written; the session is still open then.
+        """
+        if self._state == "closed" or os.getpid() != self._pid:
+            return
+        if park and self._state == "open":
+            self.park()
+        if self._owner == threading.get_ident():
+            raise BusyError("the session cannot be closed from inside one of its calls")
+        self._closing = True
+        while not self._busy.acquire(timeout=0.01):
+            self.cancel()
+        try:
+            self._end("closed")
+        finally:
+            self._busy.release()
+
+    def __enter__(self) -> Session:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", "closed") != "open" or sys.is_finalizing() or os.getpid() != self._pid:
+            return
+        if not self.runtime.closed:
+            self.runtime.orphaned(self.sequence.seq_id)
+            warnings.warn("a session was not closed", ResourceWarning, source=self, stacklevel=2)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a session cannot be pickled or copied")
+
+    def __repr__(self) -> str:
+        return f"<Session {self._state} {len(self.sequence)} of {self.runtime.n_ctx_seq} tokens resident>"
+
+    # Entering.
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError("this session was made before os.fork(), and this is the child")
+        if self._state == "fatal":
+            raise SessionFatalError(cause=self._cause)
+        if self._state == "closed":
+            raise SessionClosedError
+
+    @contextmanager
+    def entered(self, timeout_s: float | None = None) -> Iterator[ResidentSequence]:
+        """One call at a time. What makes the context unusable makes the session fatal."""
+        self._require_open()
+        if not self._busy.acquire(blocking=False):
+            if self._closing:
+                raise SessionClosedError
+            raise BusyError("another thread is inside this session")
+        self._owner = threading.get_ident()
+        try:
+            self._require_open()
+            stop = self.sequence.stop
+            stop.begin(timeout_s)
+            try:
+                yield self.sequence
+            except DecodeAbortedError as error:
+                if stop.requested:
+                    error.args = (f"{stop.take()}; {len(self.sequence)} tokens are resident",)
+                raise
+            except DecodeFatalError as error:
+                self.fail(error)
+                raise
+        finally:
+            self._owner = 0
+            self._busy.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Fatal, where the error says that nothing can be trusted. Entered."""
+        if type(error) is DecodeFatalError and self._state == "open":
+            self._cause = error
+            self._end("fatal")
+
+    def _require_not_stopped(self) -> None:
+        """A cancel that came between two calls is for the second, whether it has anything to read or not."""
+        if self.sequence.stop.requested:
+            raise DecodeAbortedError
+
+    def _end(self, state: Literal["closed", "fatal"]) -> None:
+        was_open, self._state = self._state == "open", state
+        self._drop_answer()
+        if was_open:
+            self.sequence.checkpoints.clear()
+            if not self.runtime.closed:
+                self.runtime.release(self.sequence)
+
+    def _begin_change(self) -> None:
+        """What was generated, if anything, is no longer taken up."""
+        self.n_changes += 1
+        self._drop_answer()
+
+    def _drop_answer(self) -> None:
+        if self._answer is not None:
+            self._answer.sampler.close()
+            self._answer = None
+
+    # Tokens.
+
+    def _tokenized(self, prompt: Prompt, parse_special: bool) -> Prefix:
+        kind, parts = parts_of(prompt)
+        if kind == "tokens":
+            tokens = as_tokens(parts)
+            self._require_vocabulary(tokens)
+            if self._prefix is not None and self._prefix.text is None and np.array_equal(tokens, self._prefix.tokens):
+                return self._prefix
+            return Prefix(None, None, tokens, 0)
+        key = (tuple(parts), parse_special, kind)
+        if self._prefix is not None and self._prefix.key == key:
+            return self._prefix
+        texts = [utf8(part) for part in parts]
+        tokens, starts = self.runtime.tokenizer.segments(texts, parse_special)
+        n_bos = 0
+        bos = self.runtime.model.bos
+        if self.runtime.model.add_bos and bos is not None and not (len(tokens) and tokens[0] == bos):
+            tokens = np.concatenate([np.array([bos], dtype=np.int32), tokens])
+            n_bos = 1
+        prefix = Prefix(key, b"".join(texts), tokens, n_bos)
+        prefix.describe(self._manifest(prefix, texts, [start + n_bos if start else 0 for start in starts]))
+        return prefix
+
+    def _require_vocabulary(self, tokens: Tokens) -> None:
+        n_vocab = self.runtime.model.n_vocab
+        if len(tokens) and int(tokens.max()) >= n_vocab:
+            token = int(tokens.max())
+            raise OutOfRangeError(f"token {token} is outside 0..{n_vocab - 1}", field="token", actual=token)
+
+    def _suffix_tokens(self, prompt: Prompt, parse_special: bool) -> tuple[int, Tokens]:
+        """How many tokens before give way, and the ones to read."""
+        kind, parts = parts_of(prompt)
+        if kind == "tokens":
+            tokens = as_tokens(parts)
+            self._require_vocabulary(tokens)
+            return 0, tokens
+        text = b"".join(utf8(part) for part in parts)
+        prefix, target, tokenizer = self._prefix, self.holding.target, self.runtime.tokenizer
+        if prefix is None or prefix.text is None or len(target) != self._n_prefix:
+            return 0, tokenizer.after(target.tokens, text, parse_special)
+        joint = tokenizer.follow(prefix.text, prefix.tokens[prefix.n_bos :], text, parse_special)
+        if joint.n_back and self.runtime.config.seam == "refuse":
+            seam = len(prefix.tokens) - joint.n_back
+            raise TokenMismatchError(
+                f"a token of the joint text reaches over the seam: prefix token {seam} would be "
+                f"{int(joint.tokens[0]) if len(joint.tokens) else 'gone'}, is {int(prefix.tokens[seam])}; "
+                "end the prefix with one newline, or set seam to reread"
+            )
+        return joint.n_back, joint.tokens
+
+    # Identity.
+
+    def _drift(self) -> str:
+        """Why what is held must not be used any more; empty where it may."""
+        if self._identity is None or len(self.sequence) == 0:
+            return ""
+        field = self._identity.compatible(self.runtime.identity())
+        return "" if field is None else f"{field} is not what the resident tokens were read with"
+
+    def _require_prefix(self, append: bool, manifest_digest: str | None) -> None:
+        if self._prefix is None:
+            raise ManifestMismatchError(
+                "there is no prefix: call ensure_prefix first", field="prefix", expected="a prefix", actual=None
+            )
+        n_more = len(self.holding.target) - self._n_prefix
+        if not append and (self._stage == "suffix" or n_more):
+            raise ManifestMismatchError(
+                "the prefix already has a suffix: call ensure_prefix again, or use append=True",
+                field="suffix",
+                expected=None,
+                actual=f"{n_more} tokens",
+            )
+        own = self._prefix.digest
+        if manifest_digest is not None and manifest_digest != own:
+            raise ManifestMismatchError(field="manifest_digest", expected=manifest_digest, actual=own)
+        self._require_same_identity()
+
+    def _require_same_identity(self) -> None:
+        if self._identity is None:
+            return
+        now = self.runtime.identity()
+        if (field := self._identity.compatible(now)) is not None:
+            expected, actual = getattr(self._identity, field), getattr(now, field)
+            raise ManifestMismatchError(field=field, expected=expected, actual=actual)
+
+    def _manifest(self, prefix: Prefix, texts: Sequence[bytes] = (), starts: Sequence[int] = ()) -> ContextManifest:
+        identity = self.runtime.identity()
+        segments: tuple[SegmentRecord, ...]
+        if prefix.manifest is not None:
+            if prefix.manifest.compatible(identity) is None:
+                return prefix.manifest
+            segments = prefix.manifest.segments
+        else:
+            segments = tuple(segment_records(texts, starts, prefix.tokens))
+        n_bytes = len(prefix.text or b"")
+        return ContextManifest(
+            **{name: getattr(identity, name) for name in Identity.__struct_fields__},
+            stable_bytes=n_bytes,
+            total_bytes=n_bytes,
+            stable_byte_hash=prefix.byte_hash,
+            stable_token_hash=prefix.token_hash,
+            segments=segments,
+        )
+
+
+class Suffix:
+    """A suffix that was begun: what was held before, and at which token it begins."""
+
+    __slots__ = ("begin", "mark", "stage")
+
+    def __init__(self, mark: Mark, stage: Literal["empty", "prefix", "suffix"], begin: int) -> None:
+        self.mark = mark
+        self.stage = stage
+        self.begin = begin
+
+
+def _as_stored(plan: ReusePlan, stored: ReusePlan) -> ReusePlan:
+    """What is kept of a restored snapshot; nothing, where it turned out to be of no use."""
+    return ReusePlan(
+        reuse_tokens=plan.reuse_tokens,
+        source="snapshot" if plan.reuse_tokens else "none",
+        reason=f"{stored.reason} ({stored.reuse_tokens} tokens); {plan.reason}",
+        first_difference=plan.first_difference,
+        exact=plan.exact,
+        seconds=stored.seconds,
+    )

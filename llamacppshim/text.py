@@ -1,0 +1,191 @@
+"""Owns the way from text to tokens: pieces of a prompt tokenised where they stand, each once, and their seams.
+
+The tokens of a joint text are not those of its parts: they may merge across the cut, and some vocabularies put a space
+before a text that stands alone. So a part is tokenised together with the end of what is before it, and that end must
+come out as it stands there already.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from llamacppshim.errors import ManifestMismatchError
+from llamacppshim.ledger import Ledger, Tokens
+from llamacppshim.reuse import common_prefix
+
+TAIL_BYTES = 512  # of what is before, tokenised again with what follows
+MARGIN_TOKENS = 16  # of these that must come out as before, besides those that change
+PIECE_BYTES = 1 << 16
+CACHE_BYTES = 64 << 20
+
+# Between a newline and a letter every pre-tokenizer splits, and no piece of a vocabulary reaches over it.
+_LINE_START = re.compile(rb"\n(?=[A-Za-z])")
+
+
+class Vocabulary(Protocol):
+    """What is needed of a model."""
+
+    def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> Tokens: ...
+    def detokenize(self, tokens: Tokens) -> bytes: ...
+    def token_piece(self, token: int) -> bytes: ...
+
+
+class Joint(NamedTuple):
+    """What a text adds to the tokens before it: so many of them give way, and these follow."""
+
+    n_back: int
+    tokens: Tokens
+
+
+class Tokenizer:
+    """Tokenises for one model and keeps what it has tokenised. Safe from several threads at once."""
+
+    def __init__(self, vocabulary: Vocabulary, max_bytes: int = CACHE_BYTES) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[_Key, tuple[Tokens, Tokens]] = OrderedDict()
+        self._cache_bytes = 0
+        self._max_bytes = max_bytes
+        self.tokenized_bytes = 0  # how much was not found in the cache
+
+    def plain(self, text: bytes, parse_special: bool) -> Tokens:
+        """A text on its own, without special tokens around it."""
+        self.tokenized_bytes += len(text)
+        return self._vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
+
+    def segments(self, texts: Sequence[bytes], parse_special: bool) -> tuple[Tokens, list[int]]:
+        """The tokens of the joint text, and at which token each of the texts begins.
+
+        Raises
+        ------
+        ManifestMismatchError  a token reaches over the boundary of two texts
+        """
+        whole = b"".join(texts)
+        ledger = Ledger()
+        starts: list[int] = []
+        end = 0
+        for i, text in enumerate(texts):
+            starts.append(len(ledger))
+            begin, end = end, end + len(text)
+            for piece_begin, piece_end in _pieces(whole, begin, end):
+                joint = self._follow(whole[:piece_begin], ledger.tokens, whole[piece_begin:piece_end], parse_special)
+                if joint.n_back and piece_begin == begin:
+                    starts[-1] = self._boundary(ledger.tokens, joint)
+                    if starts[-1] < 0:
+                        raise ManifestMismatchError(
+                            f"segments {i - 1} and {i}: a token reaches over their boundary at byte {begin}",
+                            field=f"segments[{i}].token_start",
+                        )
+                ledger.replace(joint.tokens, keep=len(ledger) - joint.n_back)
+        return ledger.copy(), starts
+
+    def _boundary(self, tokens: Tokens, joint: Joint) -> int:
+        """Where the text before ends in the joint tokens, although its last ones change; -1 within a token.
+
+        Two newlines at the end are one token, but before a letter each is one for itself.
+        """
+        at = len(tokens) - joint.n_back
+        n_bytes = sum(len(self._vocabulary.token_piece(int(token))) for token in tokens[at:])
+        for token in joint.tokens:
+            if n_bytes <= 0:
+                break
+            n_bytes -= len(self._vocabulary.token_piece(int(token)))
+            at += 1
+        return at if n_bytes == 0 else -1
+
+    def follow(self, head: bytes, head_tokens: Tokens, text: bytes, parse_special: bool) -> Joint:
+        """The tokens of `text` after `head`, whose own tokens are known."""
+        if not text:
+            return Joint(0, np.empty(0, dtype=np.int32))
+        return self._follow(head, head_tokens, text, parse_special)
+
+    def after(self, tokens: Tokens, text: bytes, parse_special: bool) -> Tokens:
+        """The tokens of `text` after tokens that stay as they are, generated ones for instance: no space of its own,
+        and no merge with them."""
+        if not text:
+            return np.empty(0, dtype=np.int32)
+        for n in (16, 4, 1):
+            if len(tokens) < n:
+                continue
+            tail = self._vocabulary.detokenize(tokens[-n:])
+            alone = self.plain(tail, parse_special)
+            both = self.plain(tail + text, parse_special)
+            if len(alone) and common_prefix(alone, both) == len(alone):
+                return both[len(alone) :]
+        return self.plain(text, parse_special)
+
+    def _follow(self, head: bytes, head_tokens: Tokens, text: bytes, parse_special: bool) -> Joint:
+        n_tail = TAIL_BYTES
+        while True:
+            tail = _tail(head, n_tail)
+            is_whole = len(tail) == len(head)
+            joint = self._joint(tail, text, parse_special, None if is_whole else head_tokens)
+            if joint is not None:
+                return joint
+            n_tail *= 8
+
+    def _joint(self, tail: bytes, text: bytes, parse_special: bool, head_tokens: Tokens | None) -> Joint | None:
+        """None where the tail's own tokens are not those that end the head: it must begin earlier."""
+        alone, both = self._alone_and_both(tail, text, parse_special)
+        same = common_prefix(alone, both)
+        n_back = len(alone) - same
+        if head_tokens is not None:
+            settled = common_prefix(alone[::-1], head_tokens[::-1])
+            if settled < n_back + MARGIN_TOKENS:
+                return None
+        return Joint(n_back, both[same:])
+
+    def _alone_and_both(self, tail: bytes, text: bytes, parse_special: bool) -> tuple[Tokens, Tokens]:
+        key = (tail, text, parse_special)
+        with self._lock:
+            if (found := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                return found
+        found = (self.plain(tail, parse_special), self.plain(tail + text, parse_special))
+        with self._lock:
+            self._cache[key] = found
+            self._cache_bytes += _size(key, found)
+            while self._cache_bytes > self._max_bytes and len(self._cache) > 1:
+                self._cache_bytes -= _size(*self._cache.popitem(last=False))
+        return found
+
+
+_Key = tuple[bytes, bytes, bool]
+
+
+def _size(key: _Key, found: tuple[Tokens, Tokens]) -> int:
+    return len(key[0]) + len(key[1]) + found[0].nbytes + found[1].nbytes
+
+
+def _tail(head: bytes, n_bytes: int) -> bytes:
+    """At least so many last bytes, from the start of a line; all of them where there are no more."""
+    if len(head) <= n_bytes:
+        return head
+    latest = len(head) - n_bytes
+    earliest = max(0, latest - 8 * n_bytes)
+    starts = [match.end() for match in _LINE_START.finditer(head, earliest, latest + 1)]
+    if starts:
+        return head[starts[-1] :]
+    while latest > 0 and head[latest] & 0xC0 == 0x80:  # not within a character
+        latest -= 1
+    return head[latest:]
+
+
+def _pieces(text: bytes, begin: int, end: int) -> list[tuple[int, int]]:
+    """Cuts of about PIECE_BYTES, each at the start of a line: what is edited later leaves those before it cached."""
+    found = []
+    while end - begin > 2 * PIECE_BYTES:
+        match = _LINE_START.search(text, begin + PIECE_BYTES, end)
+        if match is None or end - match.end() < PIECE_BYTES:
+            break
+        found.append((begin, match.end()))
+        begin = match.end()
+    if begin < end:
+        found.append((begin, end))
+    return found
