@@ -23,6 +23,7 @@ from llamacppshim._native import (
     live_counts,
 )
 from llamacppshim.answer import Chunk, Completion, TokenLogprob
+from llamacppshim.branch import collect_many, decode_many, prefill_many
 from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
 from llamacppshim.errors import (
     BatchTooLargeError,
@@ -64,6 +65,8 @@ from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
 from llamacppshim.reuse import ReusePlan
 from llamacppshim.runtime import Runtime
 from llamacppshim.session import Session
+from llamacppshim.snapshot import Snapshot
+from llamacppshim.store import SnapshotStore
 
 __all__ = [
     "Adapter",
@@ -115,9 +118,11 @@ __all__ = [
     "SessionClosedError",
     "SessionFatalError",
     "SessionUnavailableError",
+    "Snapshot",
     "SnapshotCorruptError",
     "SnapshotError",
     "SnapshotMismatchError",
+    "SnapshotStore",
     "StaleViewError",
     "SuffixStatus",
     "TemplateError",
@@ -128,10 +133,13 @@ __all__ = [
     "Work",
     "argmax",
     "build_info",
+    "collect_many",
+    "decode_many",
     "get_include",
     "hash_bytes",
     "json_schema_to_grammar",
     "live_counts",
+    "prefill_many",
 ]
 
 __version__: str = build_info()["version"]

@@ -181,7 +181,7 @@ def _read_some(runtime: Runtime, sessions: Sequence[Session]) -> dict[Session, L
         except LlamaCppShimError as error:
             errors[session] = error
     lacking.sort(key=lambda one: (one[0], one[1].sequence.seq_id))
-    if len(lacking) == 1 or runtime.config.reuse == "bitwise":
+    if len(lacking) <= 1 or runtime.config.reuse == "bitwise":
         for _, session in lacking:
             _alone(session, errors)
         return errors

@@ -13,9 +13,11 @@ try:
 except ImportError:
     sys.exit("llamacppshim: the command line needs its extra: pip install 'llamacppshim[cli]'")
 
+from llamacppshim import snapshot_cli
 from llamacppshim.errors import LlamaCppShimError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(snapshot_cli.app, name="snapshot")
 
 
 @app.callback()
@@ -59,6 +61,8 @@ def main() -> None:
         raise SystemExit(130) from None
     except LlamaCppShimError as error:
         message = str(error)
+    except UnicodeDecodeError as error:
+        message = f"the text is not UTF-8: {error.reason} at byte {error.start}"
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     print(f"llamacppshim: {message}", file=sys.stderr)

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -220,20 +220,10 @@ class Snapshot:
         SnapshotMismatchError  of another version of the format (field "version")
         SnapshotError          it cannot be read
         """
-        name = os.fspath(path)
-        try:
-            with open(name, "rb") as file:
-                found = os.fstat(file.fileno())
-                if not stat.S_ISREG(found.st_mode):
-                    raise SnapshotError(f"{name}: not a regular file", path=name)
-                if found.st_size == 0:
-                    raise SnapshotCorruptError(f"{name}: the file is empty", path=name)
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            if isinstance(error, SnapshotError):
-                raise
-            reason = getattr(error, "strerror", None) or str(error)
-            raise SnapshotError(f"{name}: {reason}", path=name) from error
+        with _opened(path) as (file, name, size):
+            if size == 0:
+                raise SnapshotCorruptError(f"{name}: the file is empty", path=name)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return cls._parse(memoryview(data), name)
 
     @classmethod
@@ -247,33 +237,23 @@ class Snapshot:
     @classmethod
     def read_contents(cls, path: str | os.PathLike[str]) -> Contents:
         """What a file says of itself, without looking at its parts."""
-        name = os.fspath(path)
-        try:
-            with open(name, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                begin = file.read(_PREAMBLE.size)
-                n_header, _ = _judge_preamble(begin, size, name)
-                return _judge_header(begin, file.read(n_header), name).contents
-        except OSError as error:
-            raise SnapshotError(f"{name}: {error.strerror or error}", path=name) from error
+        with _opened(path) as (file, name, size):
+            begin = file.read(_PREAMBLE.size)
+            n_header, _ = _judge_preamble(begin, size, name)
+            return _judge_header(begin, file.read(n_header), name).contents
 
     @classmethod
     def read_tokens(cls, path: str | os.PathLike[str]) -> Tokens:
         """The tokens of a file, checked, without looking at its other parts."""
-        name = os.fspath(path)
-        try:
-            with open(name, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                begin = file.read(_PREAMBLE.size)
-                n_header, _ = _judge_preamble(begin, size, name)
-                header = _judge_header(begin, file.read(n_header), name)
-                record = header.parts[0] if header.parts else None
-                if record is None or record.name != "tokens" or record.offset != 0 or not 0 <= record.nbytes <= size:
-                    raise _corrupt(name, "it has no tokens")
-                file.seek(_aligned(_PREAMBLE.size + n_header))
-                data = file.read(record.nbytes)
-        except OSError as error:
-            raise SnapshotError(f"{name}: {error.strerror or error}", path=name) from error
+        with _opened(path) as (file, name, size):
+            begin = file.read(_PREAMBLE.size)
+            n_header, _ = _judge_preamble(begin, size, name)
+            header = _judge_header(begin, file.read(n_header), name)
+            record = header.parts[0] if header.parts else None
+            if record is None or record.name != "tokens" or record.offset != 0 or not 0 <= record.nbytes <= size:
+                raise _corrupt(name, "it has no tokens")
+            file.seek(_aligned(_PREAMBLE.size + n_header))
+            data = file.read(record.nbytes)
         if len(data) != record.nbytes or record.nbytes % 4 or f"{xxhash.xxh3_64_intdigest(data):016x}" != record.hash:
             raise _corrupt(name, "the checksum of part tokens is wrong")
         return np.frombuffer(data, dtype="<i4")
@@ -283,8 +263,31 @@ class Snapshot:
         n_header, _ = _judge_preamble(bytes(data[: _PREAMBLE.size]), len(data), path)
         encoded = bytes(data[_PREAMBLE.size : _PREAMBLE.size + n_header])
         header = _judge_header(bytes(data[: _PREAMBLE.size]), encoded, path)
-        parts = _judge_parts(data, header, _aligned(_PREAMBLE.size + n_header), path)
+        begin = _aligned(_PREAMBLE.size + n_header)
+        if any(data[_PREAMBLE.size + n_header : begin]):
+            raise _corrupt(path, "there is something behind its header")
+        parts = _judge_parts(data, header, begin, path)
         return _assemble(header.contents, parts, path)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, str, int]]:
+    """A regular file, its name and its size; everything the system refuses is a SnapshotError."""
+    name = os.fspath(path)
+    try:
+        # Without O_NONBLOCK, a pipe that nobody writes to would be waited for.
+        handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with open(handle, "rb") as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise SnapshotError(f"{name}: not a regular file", path=name)
+            yield file, name, found.st_size
+    except OSError as error:
+        raise SnapshotError(f"{name}: {error.strerror or error}", path=name) from error
+    except ValueError as error:
+        if isinstance(error, SnapshotError):
+            raise
+        raise SnapshotError(f"{name!a}: {error}", path=name) from error
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:

@@ -81,9 +81,18 @@ class SnapshotStore:
         kept.
     ttl_s
         Seconds after its last use at which an entry goes; None: never.
+    collect
+        Do so now, and remove what killed processes left.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int = 8 << 30, ttl_s: float | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_bytes: int = 8 << 30,
+        ttl_s: float | None = None,
+        collect: bool = True,
+    ) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
             raise InvalidArgumentError(field="max_bytes", expected="a number of bytes", actual=max_bytes)
         if ttl_s is not None and not ttl_s >= 0:
@@ -100,7 +109,8 @@ class SnapshotStore:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise SnapshotError(f"{self.folder}: {error.strerror or error}", path=str(self.folder)) from error
-        self.collect()
+        if collect:
+            self.collect()
 
     def __len__(self) -> int:
         with self._mutex:
@@ -127,8 +137,7 @@ class SnapshotStore:
 
         Raises SnapshotError where it cannot be written (a full disk); the other entries are still there then.
         """
-        identity = identity_key(snapshot.manifest)
-        name = f"{identity}-{snapshot.n_tokens}-{_hash(snapshot.tokens)}{SUFFIX}"
+        name = entry_name(snapshot.manifest, snapshot.tokens)
         path = self.folder / name
         size = snapshot.nbytes + (1 << 16)
         if size > self.max_bytes:
@@ -195,7 +204,7 @@ class SnapshotStore:
         path = self.folder / name
         try:
             snapshot = Snapshot.load(path)
-            if f"{identity_key(snapshot.manifest)}-{snapshot.n_tokens}-{_hash(snapshot.tokens)}{SUFFIX}" != name:
+            if entry_name(snapshot.manifest, snapshot.tokens) != name:
                 raise SnapshotError(f"{path}: its name is not that of its content", path=str(path))
         except SnapshotError:
             with self._mutex:
@@ -320,6 +329,11 @@ class SnapshotStore:
 def identity_key(identity: Identity) -> str:
     """Short, for names; the whole identity is compared when an entry is loaded."""
     return Identity.digest(identity)[:32]
+
+
+def entry_name(identity: Identity, tokens: Tokens) -> str:
+    """Of the file that holds these tokens for this identity."""
+    return f"{identity_key(identity)}-{len(tokens)}-{_hash(tokens)}{SUFFIX}"
 
 
 def _hash(tokens: Tokens) -> str:

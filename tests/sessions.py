@@ -5,7 +5,7 @@ cold run to compare with.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ CUT = {kind for kind, (name, values) in KINDS.items() if name in ("tiny-llama", 
 SEVERAL = [kind for kind, (_, values) in KINDS.items() if values.get("n_seq_max") == 3]
 
 
-def open_runtime(models: dict[str, Path] | dict[str, Model], kind: str, **values: Any) -> Runtime:
+def open_runtime(models: Mapping[str, Path | Model], kind: str, **values: Any) -> Runtime:
     name, own = KINDS[kind]
     small = {"n_ctx": N_CTX, "n_batch": N_UBATCH, "n_ubatch": N_UBATCH, "n_threads": 1, "checkpoint_every": 64}
     return Runtime.open(models[name], **{**small, **own, **values})
@@ -71,3 +71,9 @@ def cold_tokens(runtime: Runtime, prefix: Sequence[int], suffix: Sequence[int], 
         session.ensure_prefix(prefix)
         session.prefill_suffix(suffix)
         return session.collect(max_tokens=n, ignore_eos=True).tokens
+
+
+def cold_row_of(model: Model, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """The logits after these tokens, in a context of their own."""
+    with Runtime.open(model, n_ctx=2 * N_CTX, n_ubatch=N_UBATCH, n_batch=N_UBATCH, n_threads=1) as runtime:
+        return cold_row(runtime, tokens, [])

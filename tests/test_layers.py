@@ -45,7 +45,8 @@ LIVE = {
     "chat": BELOW_RUNTIME | {"runtime", "session"},
     "demo": BELOW_RUNTIME | {"runtime", "session", "chat", "__init__"},
     "manager": BELOW_RUNTIME | {"runtime", "session", "branch", "chat"},
-    "cli": BELOW_RUNTIME | {"runtime", "session", "branch", "chat", "manager", "demo", "__init__"},
+    "snapshot_cli": BELOW_RUNTIME | {"runtime", "demo"},
+    "cli": BELOW_RUNTIME | {"runtime", "session", "branch", "chat", "manager", "demo", "snapshot_cli", "__init__"},
     "__main__": {"__init__", "cli"},
 }
 ALLOWED = {**PURE, **LIVE}
