@@ -1,9 +1,9 @@
 """What do saving, restoring, branching and stepping together cost?
 
-Milliseconds, median of the repetitions: a snapshot of 3,000 tokens in memory and its restore, against one memcpy of the same
-bytes into equally fresh memory, in the same run; to disk, against a plain write and fsync of the same bytes; the prefill of
-the same tokens. A branch of eight from 4,000 tokens in a unified cache. Tokens a second of four and of eight sessions in
-step, against one after the other. A look-up among 10,000 entries of a store.
+Milliseconds, median of the repetitions: a snapshot of 3,000 tokens in memory and its restore, against one memcpy of
+the same bytes into equally fresh memory, in the same run; to disk, against a plain write and fsync of the same bytes;
+the prefill of the same tokens. A branch of eight from 4,000 tokens in a unified cache. Tokens a second of four and of
+eight sessions in step, against one after the other. A look-up among 10,000 entries of a store.
 Baseline: as named. Check: the restored session, the branches and the steps give the tokens of a session alone.
 """
 
@@ -199,7 +199,8 @@ def main() -> None:
     for name in ("smollm2", "gemma3"):
         for flash_attn in ("off", "on"):
             values = {"model": str(_run.model(name)), "n_tokens": 3000, "repetitions": chosen.repetitions, **common}
-            _run.emit(bench="states", model=name, flash_attn=flash_attn, **worker("states", flash_attn=flash_attn, **values))
+            found = worker("states", flash_attn=flash_attn, **values)
+            _run.emit(bench="states", model=name, flash_attn=flash_attn, **found)
     for name in ("smollm2", "gemma3"):
         values = {"model": str(_run.model(name)), "n_tokens": 4000, "n_gen": chosen.n_gen, **common}
         _run.emit(bench="branches", model=name, **worker("branches", **values))

@@ -17,6 +17,7 @@ import msgspec
 
 from llamacppshim._native import Adapter, Batch, Context, Model, build_info
 from llamacppshim.config import RuntimeConfig
+from llamacppshim.digests import known_digest
 from llamacppshim.errors import (
     ClosedError,
     DecodeAbortedError,
@@ -334,7 +335,7 @@ class Runtime:
         }
         return Identity(
             backend_version=f"{build['pin']}+{digest_of(flags)[:16]}",
-            model_digest=model.digest,
+            model_digest=_model_digest(model),
             tokenizer_digest=model.tokenizer_digest,
             template_digest=hash_bytes((model.chat_template or "").encode()),
             runtime_digest=digest_of({name: getattr(config, name) for name in _NUMERIC_FIELDS}),
@@ -571,6 +572,13 @@ def _resolved(config: RuntimeConfig, context: Context) -> RuntimeConfig:
     values: dict[str, Any] = {name: getattr(context, name) for name in (*names, "type_k", "type_v", "kv_unified")}
     values["flash_attn"] = "on" if context.flash_attn else "off"
     return msgspec.structs.replace(config, **values)
+
+
+def _model_digest(model: Model) -> str:
+    """Of one file, an earlier process may have it; parts of a split model are read again."""
+    if model.metadata.get("split.count", "0") not in ("0", "1"):
+        return model.digest
+    return known_digest(model.path, lambda: model.digest)
 
 
 def _stat(path: str) -> tuple[int, int, int, int] | None:

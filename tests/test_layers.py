@@ -24,6 +24,7 @@ PURE = {
     "ledger": {"errors"},
     "reuse": {"errors", "ledger"},
     "models": {"errors"},
+    "digests": {"models"},
     "manifest": {"errors", "config", "reuse"},
     "report": {"manifest", "reuse"},
     "text": {"errors", "ledger", "reuse"},
