@@ -11,6 +11,9 @@ import contextlib
 import json
 import os
 import stat
+import subprocess
+import sys
+import tempfile
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -21,8 +24,8 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from llamacppshim import ChatTemplate, Model, Runtime, Session, build_info
-from llamacppshim.errors import InvalidArgumentError, UnsupportedFeatureError
+from llamacppshim import ChatTemplate, DecodeConfig, Model, Runtime, Session, Snapshot, build_info, collect_many
+from llamacppshim.errors import InternalError, InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.models import default_model
 
 SCHEMA_VERSION = 1
@@ -33,6 +36,8 @@ MIN_PREFIX_TOKENS = 256
 TURNS_TOKENS = 512
 ANSWER_TOKENS = 64
 PIECE_TOKENS = 128
+BRANCHES = 3
+BRANCH_TOKENS = 24
 
 MAX_FILE_BYTES = 1 << 20
 OWN_SUFFIXES = frozenset({".py", ".pyi"})
@@ -86,6 +91,24 @@ class Turn:
 
 
 @dataclass
+class Restored:
+    """What another process did with a saved session: it asked the last question again, and branched."""
+
+    n_bytes: int
+    save_ms: float
+    restore_ms: float
+    restored_tokens: int
+    reused_tokens: int
+    prefilled_tokens: int
+    ttft_ms: float
+    tokens: list[int]
+    branches: int
+    branch_ms: float
+    branch_bytes: int
+    branch_tokens_per_s: float
+
+
+@dataclass
 class Prefix:
     """The stable part of the prompt."""
 
@@ -119,10 +142,16 @@ def run(console: Console, repo: Path | None, model_path: Path | None, json_path:
                 messages.append({"role": "user", "content": content})
                 turns.append(ask(console, warm, prompt_tokens(model, template, messages), question))
                 messages.append({"role": "assistant", "content": turns[-1].answer})
+            last = prompt_tokens(model, template, messages[:-1])
+            warm.ensure_prefix(last)
+            saved = warm.snapshot()
         say(console, "\nThe last turn again, in a fresh context", style="bold")
         with open_runtime(model, n_ctx) as runtime, runtime.session() as fresh:
-            cold = ask(console, fresh, prompt_tokens(model, template, messages[:-1]), QUESTIONS[-1])
+            cold = ask(console, fresh, last, QUESTIONS[-1])
         say_comparison(console, turns[-1], cold)
+        say(console, "\nSaved, restored in a new process, and branched there", style="bold")
+        restored = go_on_elsewhere(model_path, saved, last)
+        say_restored(console, turns[-1], restored)
         if json_path is not None:
             report = {
                 "schema_version": SCHEMA_VERSION,
@@ -146,6 +175,7 @@ def run(console: Console, repo: Path | None, model_path: Path | None, json_path:
                     "cold_ttft_ms": cold.ttft_ms,
                     "same_tokens": turns[-1].tokens == cold.tokens,
                 },
+                "restored": {**asdict(restored), "same_tokens": restored.tokens == turns[-1].tokens},
             }
             json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
@@ -218,10 +248,10 @@ def holds_special(model: Model, text: str) -> bool:
     return any(model.is_control(int(token)) for token in set(tokens.tolist()))
 
 
-def open_runtime(model: Model, n_ctx: int) -> Runtime:
-    """One session's worth. The whole window cache is kept: without it a sliding window would give the same tokens, but
-    not the same bits."""
-    return Runtime.open(model, n_ctx=n_ctx, n_batch=PIECE_TOKENS, n_ubatch=PIECE_TOKENS, reuse="bitwise", swa_full=True)
+def open_runtime(model: Model, n_ctx: int, **values: Any) -> Runtime:
+    """The whole window cache is kept: without it a sliding window would give the same tokens, but not the same bits."""
+    own = {"n_batch": PIECE_TOKENS, "n_ubatch": PIECE_TOKENS, "reuse": "bitwise", "swa_full": True}
+    return Runtime.open(model, n_ctx=n_ctx, **{**own, **values})
 
 
 def answer(
@@ -245,6 +275,60 @@ def answer(
     turn.ttft_ms = (first - started) * 1e3
     turn.tokens_per_s = (len(turn.tokens) - 1) / (ended - first) if len(turn.tokens) > 1 else 0.0
     return turn
+
+
+def go_on_elsewhere(model_path: Path, saved: Snapshot, tokens: list[int]) -> Restored:
+    """Saves the session to a file that another process restores."""
+    with tempfile.TemporaryDirectory(prefix="llamacppshim-") as folder:
+        path = Path(folder) / "session.lcs"
+        started = time.perf_counter()
+        saved.save(path)
+        save_ms = (time.perf_counter() - started) * 1e3
+        request = {"model": os.fspath(model_path), "snapshot": os.fspath(path), "n_ctx": saved.manifest.n_ctx}
+        code = "from llamacppshim.demo import restored; restored()"
+        text = json.dumps({**request, "tokens": tokens})
+        done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise InternalError(f"the new process ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        return Restored(n_bytes=path.stat().st_size, save_ms=save_ms, **json.loads(done.stdout))
+
+
+def restored() -> None:
+    """The other process: a request on standard input, its figures on standard output."""
+    request = json.load(sys.stdin)
+    tokens, n_ctx, snapshot = request["tokens"], request["n_ctx"], Snapshot.load(request["snapshot"])
+    with Model(request["model"]) as model:
+        with open_runtime(model, n_ctx) as runtime:
+            started = time.perf_counter()
+            session = runtime.restore(snapshot)
+            restore_ms = (time.perf_counter() - started) * 1e3
+            restored_tokens = session.explain().resident_tokens
+            turn = answer(session, tokens, "", lambda done, total: None, lambda text: None)
+        # Of a unified cache branches share the cells. It takes the state of a cache of one sequence.
+        with open_runtime(model, n_ctx, reuse="token", n_seq_max=BRANCHES + 1, kv_unified=True) as runtime:
+            session = runtime.restore(snapshot)
+            session.ensure_prefix(tokens)
+            started = time.perf_counter()
+            branches = session.branch(BRANCHES)
+            branch_ms = (time.perf_counter() - started) * 1e3
+            branch_bytes = sum(branch.explain().branch_bytes for branch in branches)
+            configs = [DecodeConfig(max_tokens=BRANCH_TOKENS, temperature=0.8, seed=seed) for seed in range(BRANCHES)]
+            started = time.perf_counter()
+            answers = collect_many(branches, configs)
+            seconds = time.perf_counter() - started
+    figures = {
+        "restore_ms": restore_ms,
+        "restored_tokens": restored_tokens,
+        "reused_tokens": turn.reused_tokens,
+        "prefilled_tokens": turn.prefilled_tokens,
+        "ttft_ms": turn.ttft_ms,
+        "tokens": turn.tokens,
+        "branches": BRANCHES,
+        "branch_ms": branch_ms,
+        "branch_bytes": branch_bytes,
+        "branch_tokens_per_s": sum(len(one.tokens) for one in answers) / seconds,
+    }
+    print(json.dumps(figures))
 
 
 def ask(console: Console, session: Session, tokens: list[int], question: str) -> Turn:
@@ -315,6 +399,23 @@ def say_comparison(console: Console, warm: Turn, cold: Turn) -> None:
         f"\nfirst token after {seconds(warm.ttft_ms)} warm, {seconds(cold.ttft_ms)} cold: "
         f"{cold.ttft_ms / warm.ttft_ms:,.0f} times sooner; {same}",
         style="bold",
+    )
+
+
+def say_restored(console: Console, warm: Turn, restored: Restored) -> None:
+    same = "the same tokens" if warm.tokens == restored.tokens else "other tokens"
+    say(
+        console,
+        f"saved {restored.n_bytes / 1e6:,.0f} MB in {restored.save_ms:,.0f} ms, restored {restored.restored_tokens:,} "
+        f"tokens in {restored.restore_ms:,.0f} ms; the last question again: read {restored.prefilled_tokens:,}, "
+        f"first token after {seconds(restored.ttft_ms)}, {same}",
+        style="dim",
+    )
+    say(
+        console,
+        f"{restored.branches} branches in {restored.branch_ms:.1f} ms, {restored.branch_bytes:,} bytes copied; "
+        f"together {restored.branch_tokens_per_s:.1f} tokens/s, each at most {BRANCH_TOKENS} tokens",
+        style="dim",
     )
 
 

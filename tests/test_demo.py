@@ -60,6 +60,13 @@ def test_the_figures_add_up_and_warm_equals_cold(
     assert turns[-1]["tokens"] == cold["tokens"]
     assert turns[-1]["answer"] == cold["answer"]
     assert report["comparison"]["same_tokens"] is True
+    restored = report["restored"]
+    assert restored["same_tokens"] is True
+    whole = cold["prompt_tokens"]
+    assert restored["restored_tokens"] in (whole, whole // demo.PIECE_TOKENS * demo.PIECE_TOKENS)
+    assert restored["prefilled_tokens"] == cold["prompt_tokens"] - restored["reused_tokens"] < demo.PIECE_TOKENS
+    assert restored["n_bytes"] > 0 and restored["restore_ms"] > 0 and restored["branch_tokens_per_s"] > 0
+    assert (restored["branch_bytes"] == 0) == (name in ("tiny-llama", "tiny-spm", "tiny-swa"))
     assert report["model"]["name"] == name
     n_prefix = sum(file["n_tokens"] for file in report["prefix"]["files"])
     for before, after in itertools.pairwise(turns):
@@ -87,7 +94,7 @@ def test_the_screen_says_what_was_read_and_what_it_cost(
 ) -> None:
     result = start(tmp_path, "demo", "--model", tiny_models["tiny-llama"], "--repo", repo)
     assert result.returncode == 0
-    for text in ("tiny-llama", "main.py", "src/add.py", "2 files", *demo.QUESTIONS, "both gave the same tokens"):
+    for text in ("tiny-llama", "main.py", "src/add.py", "2 files", *demo.QUESTIONS, "both gave the same tokens", "3 branches in"):
         assert text in result.stdout
     assert "\x1b" not in result.stdout
     assert "prefilling" not in result.stdout
