@@ -24,6 +24,7 @@ from llamacppshim._native import (
 )
 from llamacppshim.answer import Chunk, Completion, TokenLogprob
 from llamacppshim.branch import collect_many, decode_many, prefill_many
+from llamacppshim.chat import Reply
 from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
 from llamacppshim.errors import (
     BatchTooLargeError,
@@ -109,6 +110,7 @@ __all__ = [
     "OutOfRangeError",
     "PrefixStatus",
     "Rendered",
+    "Reply",
     "ReusePlan",
     "Runtime",
     "RuntimeConfig",

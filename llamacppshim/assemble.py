@@ -14,7 +14,6 @@ model's eyes only: a content that looks like one forges nothing, for positions c
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import re
 import threading
@@ -33,16 +32,19 @@ from llamacppshim.manifest import SegmentRecord, hash_bytes, hash_tokens
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
+    _Rules = tuple[str, GitIgnoreSpec]  # the folder that they are relative to, and the patterns
+
 StableKind = Literal["system", "tools", "repo_rules", "repo_map", "pinned_file", "task_summary"]
 VolatileKind = Literal["diff", "test_output", "log", "user_turn", "assistant_turn"]
 Kind = Literal[StableKind, VolatileKind]
 STABLE_KINDS: tuple[str, ...] = get_args(StableKind)
 VOLATILE_KINDS: tuple[str, ...] = get_args(VolatileKind)
 
-#: How many tokens a text has.
+#: How many tokens a text has where it follows a newline: alone, some vocabularies would put a space before it.
 Count = Callable[[str], int]
 #: The tokens of the joint text, and at which of them each text begins: `text.Tokenizer.segments` does it.
 Tokenize = Callable[[Sequence[bytes]], tuple[Tokens, Sequence[int]]]
+Verdict = tuple[Literal["pinned", "kept", "dropped"], str]
 #: Told (path relative to the folder, why it was left out).
 OnSkip = Callable[[str, str], None]
 
@@ -53,6 +55,7 @@ MAX_COUNTS = 1 << 16
 
 _ORDER = {kind: place for place, kind in enumerate((*STABLE_KINDS, *VOLATILE_KINDS))}
 _ORDER["assistant_turn"] = _ORDER["user_turn"]  # a conversation is one list
+_NUMBERS = ("tokens", "from")
 _NOT_IN_A_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -87,9 +90,9 @@ class Segment(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in _ORDER:
             raise _refused("kind", self.kind, "one of " + " ".join((*STABLE_KINDS, *VOLATILE_KINDS)))
-        _require_text("content", self.content)
+        _utf8("content", self.content)
         if self.name is not None:
-            _require_text("name", self.name)
+            _utf8("name", self.name)
             if not self.name or _NOT_IN_A_LINE.search(self.name):
                 raise _refused("name", self.name, "None, or one line of text that is not empty")
 
@@ -147,7 +150,7 @@ class TokenCounter:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def __call__(self, text: str) -> int:
-        key = hashlib.sha256(text.encode()).digest()
+        key = hashlib.sha256(_utf8("text", text)).digest()
         with self._lock:
             if (found := self._counts.get(key)) is not None:
                 self._counts.move_to_end(key)
@@ -189,21 +192,21 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None = None
 
     def __str__(self) -> str:
-        head = ("kind", "name", "priority", "tokens", "at", "", "why")
+        head = ("kind", "name", "priority", "tokens", "from", "block", "", "why")
         lines = [head, *(_cells(row, self.block_size) for row in self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        table = [
+        columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+        widths = [max(map(len, column)) for column in columns]
+        shown = [
             "  ".join(
-                cell.rjust(width) if i in (3, 4) else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+                cell.rjust(width) if column[0] in _NUMBERS else cell.ljust(width)
+                for cell, width, column in zip(cells, widths, columns, strict=True)
             ).rstrip()
-            for line in lines
+            for cells in zip(*columns, strict=True)
         ]
         n_dropped = sum(row.what == "dropped" for row in self.rows)
         total = "" if self.tokens is None else f", {self.tokens:,} tokens"
         limit = "" if self.budget is None else f" of {self.budget:,}"
-        table.append(f"{len(self.rows) - n_dropped} segments{total}{limit}; {n_dropped} dropped")
-        return "\n".join(table)
+        return "\n".join([*shown, f"{len(self.rows) - n_dropped} segments{total}{limit}; {n_dropped} dropped"])
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,7 +304,8 @@ def admit(segments: Iterable[Segment], budget: int, count: Count) -> Admission:
     """
     given = _segments(segments)
     _require_int("budget", budget, 0)
-    return _admitted(given, budget, [_counted(count, segment.block) for segment in given])
+    n_tokens = _counted(count, [segment.block for segment in given])
+    return _admission(given, n_tokens, _verdicts(given, n_tokens, budget), ContextPolicy(budget=budget))
 
 
 def assemble_context(
@@ -329,21 +333,24 @@ def assemble_context(
     if not isinstance(policy, ContextPolicy):
         raise _refused("policy", policy, "a ContextPolicy or None")
     ordered = sorted(_segments(segments), key=_place)
-    n_tokens = None if count is None else [_counted(count, segment.block) for segment in ordered]
+    blocks = [segment.block for segment in ordered]
+    n_tokens = None if count is None else _counted(count, blocks)
     if policy.budget is None:
-        admission = _everything(ordered, n_tokens)
+        verdicts = [_without_budget(segment) for segment in ordered]
     elif n_tokens is None:
-        raise _refused("count", count, "a counter of tokens: there is a budget")
+        raise _refused("count", count, "a counter of tokens where there is a budget")
     else:
-        admission = _admitted(ordered, policy.budget, n_tokens)
+        verdicts = _verdicts(ordered, n_tokens, policy.budget)
+    admission = _admission(ordered, n_tokens, verdicts, policy)
 
     stable: list[str] = []
     volatile: list[str] = []
     records: list[SegmentRecord] = []
     stable_hash = hashlib.sha256()
     at = 0
-    for segment in admission.kept:
-        block = segment.block
+    for segment, block, (what, _) in zip(ordered, blocks, verdicts, strict=True):
+        if what == "dropped":
+            continue
         data = block.encode()
         (stable if segment.stable else volatile).append(block)
         if segment.stable:
@@ -367,7 +374,7 @@ def assemble_context(
         volatile_parts=tuple(volatile),
         records=tuple(records),
         stable_byte_hash=stable_hash.hexdigest(),
-        explanation=_placed(admission.explanation, policy.block_size),
+        explanation=admission.explanation,
     )
 
 
@@ -405,9 +412,9 @@ def read_folder(
     if not root.is_dir():
         raise InvalidArgumentError(f"{root} is not a folder", field="path", expected="a folder", actual=str(root))
     _require_int("max_file_bytes", max_file_bytes, 0)
-    wanted = None if suffixes is None else tuple(_suffix(one) for one in _texts("suffixes", suffixes))
-    reader = _FolderReader(root, wanted, max_file_bytes, on_skip or (lambda name, why: None))
-    return sorted(reader.read(_texts("ignore", ignore)), key=lambda segment: segment.name or "")
+    wanted = None if suffixes is None else tuple(suffix.lower() for suffix in _texts("suffixes", suffixes))
+    reader = _FolderReader(root, wanted, max_file_bytes, on_skip)
+    return sorted(reader.read(_texts("ignore", ignore)), key=_place)
 
 
 # Ordering and admission.
@@ -419,106 +426,154 @@ def _place(segment: Segment) -> tuple[int, str, str]:
     return _ORDER[segment.kind], "", ""
 
 
-def _admitted(segments: Sequence[Segment], budget: int, n_tokens: Sequence[int]) -> Admission:
+def _verdicts(segments: Sequence[Segment], n_tokens: Sequence[int], budget: int) -> list[Verdict]:
+    found: dict[int, Verdict] = {}
+    n_pinned = n_newest = 0
     newest = max((i for i, segment in enumerate(segments) if segment.kind == "user_turn"), default=None)
-    pinned = [i for i, segment in enumerate(segments) if segment.priority is Priority.PINNED]
-    n_pinned = sum(n_tokens[i] for i in pinned)
-    n_newest = 0 if newest is None else n_tokens[newest]
+    for i, segment in enumerate(segments):
+        if segment.priority is Priority.PINNED:
+            found[i] = _without_budget(segment)
+            n_pinned += n_tokens[i]
+        elif i == newest:
+            found[i] = ("kept", "the newest user turn always stays")
+            n_newest = n_tokens[i]
     left = budget - n_pinned - n_newest
     if left < 0:
-        raise ContextOverflowError(
-            stage="admit", resident_tokens=n_pinned, additional_tokens=n_newest, num_ctx=budget
-        )
-
-    what: dict[int, tuple[Literal["pinned", "kept", "dropped"], str]] = dict.fromkeys(pinned, ("pinned", "never goes"))
-    if newest is not None:
-        what[newest] = ("kept", "the newest user turn always stays")
-    ranked = sorted((i for i in range(len(segments)) if i not in what), key=lambda i: (-segments[i].priority, -i))
-    first_gone: int | None = None
+        raise ContextOverflowError(stage="admit", resident_tokens=n_pinned, additional_tokens=n_newest, num_ctx=budget)
+    first_gone: Segment | None = None
+    ranked = sorted(set(range(len(segments))) - set(found), key=lambda i: (-segments[i].priority, -i))
     for i in ranked:
         if first_gone is not None:
-            what[i] = ("dropped", f"ranks below {segments[first_gone].title}, which does not fit")
+            found[i] = ("dropped", f"ranks below {first_gone.title}, which does not fit")
         elif n_tokens[i] > left:
-            first_gone = i
-            what[i] = ("dropped", f"needs {n_tokens[i]:,} tokens, {left:,} are left")
+            found[i] = ("dropped", f"needs {n_tokens[i]:,} tokens, {left:,} are left")
+            first_gone = segments[i]
         else:
+            found[i] = ("kept", "fits")
             left -= n_tokens[i]
-            what[i] = ("kept", "fits")
-
-    rows = tuple(
-        Row(
-            kind=segment.kind,
-            name=segment.name,
-            priority=segment.priority,
-            tokens=n_tokens[i],
-            what=what[i][0],
-            why=what[i][1],
-        )
-        for i, segment in enumerate(segments)
-    )
-    return Admission(
-        kept=tuple(segment for i, segment in enumerate(segments) if what[i][0] != "dropped"),
-        dropped=tuple(segment for i, segment in enumerate(segments) if what[i][0] == "dropped"),
-        explanation=Explanation(rows=rows, tokens=budget - left, budget=budget),
-    )
+    return [found[i] for i in range(len(segments))]
 
 
-def _everything(segments: Sequence[Segment], n_tokens: Sequence[int] | None) -> Admission:
-    rows = tuple(
-        Row(
-            kind=segment.kind,
-            name=segment.name,
-            priority=segment.priority,
-            tokens=None if n_tokens is None else n_tokens[i],
-            what="pinned" if segment.priority is Priority.PINNED else "kept",
-            why="no budget",
-        )
-        for i, segment in enumerate(segments)
-    )
-    total = None if n_tokens is None else sum(n_tokens)
-    return Admission(
-        kept=tuple(segments), dropped=(), explanation=Explanation(rows=rows, tokens=total, budget=None)
-    )
+def _without_budget(segment: Segment) -> Verdict:
+    if segment.priority is Priority.PINNED:
+        return ("pinned", "is never dropped")
+    return ("kept", "there is no budget")
 
 
-def _placed(explanation: Explanation, block_size: int | None) -> Explanation:
-    """With the places of those that stand."""
-    if explanation.tokens is None:
-        return explanation
+def _admission(
+    segments: Sequence[Segment], n_tokens: Sequence[int] | None, verdicts: Sequence[Verdict], policy: ContextPolicy
+) -> Admission:
     rows: list[Row] = []
+    kept: list[Segment] = []
+    dropped: list[Segment] = []
     at = 0
-    for row in explanation.rows:
-        if row.what != "dropped" and row.tokens is not None:
-            offset = None if block_size is None else at % block_size
-            rows.append(msgspec.structs.replace(row, token_start=at, block_offset=offset))
-            at += row.tokens
-        else:
-            rows.append(row)
-    return msgspec.structs.replace(explanation, rows=tuple(rows), block_size=block_size)
+    for i, (segment, (what, why)) in enumerate(zip(segments, verdicts, strict=True)):
+        (dropped if what == "dropped" else kept).append(segment)
+        start = None if n_tokens is None or what == "dropped" else at
+        rows.append(
+            Row(
+                kind=segment.kind,
+                name=segment.name,
+                priority=segment.priority,
+                tokens=None if n_tokens is None else n_tokens[i],
+                what=what,
+                why=why,
+                token_start=start,
+                block_offset=None if start is None or policy.block_size is None else start % policy.block_size,
+            )
+        )
+        at += 0 if n_tokens is None or what == "dropped" else n_tokens[i]
+    explanation = Explanation(
+        rows=tuple(rows),
+        tokens=None if n_tokens is None else at,
+        budget=policy.budget,
+        block_size=policy.block_size,
+    )
+    return Admission(kept=tuple(kept), dropped=tuple(dropped), explanation=explanation)
 
 
 def _cells(row: Row, block_size: int | None) -> tuple[str, ...]:
-    at = "" if row.token_start is None else f"{row.token_start:,}"
+    block = ""
     if row.token_start is not None and block_size is not None:
-        at += f" = {row.token_start // block_size}*{block_size}+{row.block_offset}"
+        block = f"{row.token_start // block_size} + {row.block_offset}"
     return (
         row.kind,
         row.name or "",
         row.priority.name.lower(),
         "" if row.tokens is None else f"{row.tokens:,}",
-        at,
+        "" if row.token_start is None else f"{row.token_start:,}",
+        block,
         row.what,
         row.why,
     )
 
 
+# Judging what is given.
+
+
+def _refused(field: str, value: object, expected: str) -> InvalidArgumentError:
+    shown = repr(value[:80] if isinstance(value, str) else value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidArgumentError(
+        f"{field} is {shown}, expected {expected}", field=field, expected=expected, actual=value
+    )
+
+
+def _require_int(field: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise _refused(field, value, f"an integer of at least {low}")
+
+
+def _utf8(field: str, text: object) -> bytes:
+    if not isinstance(text, str):
+        raise _refused(field, text, "a text")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{field} has a lone surrogate at index {error.start}", field=field, actual=error.start
+        ) from None
+
+
+def _segments(segments: Iterable[Segment]) -> list[Segment]:
+    found = list(segments)
+    for i, segment in enumerate(found):
+        if not isinstance(segment, Segment):
+            raise _refused(f"segments[{i}]", segment, "a Segment")
+    return found
+
+
+def _counted(count: Count, blocks: Sequence[str]) -> list[int]:
+    if not callable(count):
+        raise _refused("count", count, "a function of a text")
+    found = [count(block) for block in blocks]
+    for n in found:
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise _refused("count", n, "a number of tokens from each call")
+    return found
+
+
+def _texts(field: str, values: Iterable[str]) -> list[str]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise _refused(field, values, "a sequence of texts")
+    found = list(values)
+    for i, text in enumerate(found):
+        if not isinstance(text, str):
+            raise _refused(f"{field}[{i}]", text, "a text")
+    return found
+
+
 # Folders.
 
 
-class _FolderReader:
-    """One reading of a folder. A pattern of a deeper ``.gitignore`` outweighs those above, as git has it."""
+class _SkippedError(Exception):
+    """Why a file is left out."""
 
-    def __init__(self, root: Path, suffixes: tuple[str, ...] | None, max_bytes: int, on_skip: OnSkip) -> None:
+
+class _FolderReader:
+    """One reading of a folder. Where patterns differ, the deeper ``.gitignore`` decides, as in git."""
+
+    def __init__(self, root: Path, suffixes: tuple[str, ...] | None, max_bytes: int, on_skip: OnSkip | None) -> None:
         try:
             from pathspec import GitIgnoreSpec
         except ImportError:
@@ -532,7 +587,8 @@ class _FolderReader:
         self._on_skip = on_skip
 
     def read(self, ignore: Iterable[str]) -> Iterator[Segment]:
-        folders: list[tuple[str, list[tuple[str, GitIgnoreSpec]]]] = [("", [("", self._rules(ignore))])]
+        """In no order that means anything."""
+        folders: list[tuple[str, list[_Rules]]] = [("", [("", self._patterns(ignore))])]
         while folders:
             folder, rules = folders.pop()
             try:
@@ -543,21 +599,21 @@ class _FolderReader:
                 self._skip(folder, _reason(error))
                 continue
             if any(entry.name == ".gitignore" and entry.is_file(follow_symlinks=False) for entry in entries):
-                rules = [*rules, (folder, self._rules(self._gitignore(folder + ".gitignore")))]
+                rules = [*rules, (folder, self._patterns(self._gitignore(f"{folder}.gitignore")))]
             for entry in entries:
                 is_folder = entry.is_dir(follow_symlinks=False)
-                name = folder + entry.name + ("/" if is_folder else "")
-                if why := self._why_not(entry, name, rules):
-                    self._skip(name, why)
-                elif is_folder:
-                    folders.append((name, rules))
-                elif isinstance(content := self._content(name), str):
-                    yield Segment("pinned_file", content, name)
-                else:
-                    self._skip(name, content.why)
+                name = f"{folder}{entry.name}{'/' if is_folder else ''}"
+                try:
+                    self._judge(entry, name, rules)
+                    if is_folder:
+                        folders.append((name, rules))
+                    else:
+                        yield Segment("pinned_file", self._content(name), name)
+                except _SkippedError as skipped:
+                    self._skip(name, str(skipped))
 
-    def _rules(self, lines: Iterable[str]) -> GitIgnoreSpec:
-        """Without the lines that are no pattern: git passes over them too."""
+    def _patterns(self, lines: Iterable[str]) -> GitIgnoreSpec:
+        """Without the lines that are none: git passes over them too."""
         good = []
         for line in lines:
             try:
@@ -574,42 +630,57 @@ class _FolderReader:
             self._skip(name, _reason(error))
             return []
 
-    def _why_not(self, entry: os.DirEntry[str], name: str, rules: list[tuple[str, GitIgnoreSpec]]) -> str:
-        """Judged before anything of it is read; empty where nothing speaks against it."""
+    def _judge(self, entry: os.DirEntry[str], name: str, rules: Sequence[_Rules]) -> None:
+        """By everything but its content."""
         if entry.is_symlink():
-            return "a link"
+            raise _SkippedError("a link")
         if entry.name.startswith("."):
-            return "hidden"
+            raise _SkippedError("hidden")
         if not name.endswith("/"):
             if not entry.is_file(follow_symlinks=False):
-                return "no file"
+                raise _SkippedError("not a regular file")
             if self._suffixes is not None and not entry.name.lower().endswith(self._suffixes):
-                return "another suffix"
-        for folder, spec in reversed(rules):
-            verdict = spec.check_file(name[len(folder) :]).include
-            if verdict is not None:
-                return "ignored" if verdict else ""
-        return ""
+                raise _SkippedError("another suffix")
+        for folder, patterns in reversed(rules):
+            ignored = patterns.check_file(name[len(folder) :]).include
+            if ignored is not None:
+                if ignored:
+                    raise _SkippedError("ignored")
+                return
 
-    def _content(self, name: str) -> str | _Unfit:
+    def _content(self, name: str) -> str:
+        if _NOT_IN_A_LINE.search(name) or not _is_unicode(name):
+            raise _SkippedError("its name is not a line of UTF-8")
         try:
             with open(self._root / name, "rb") as file:
                 data = file.read(self._max_bytes + 1)
-            if _NOT_IN_A_LINE.search(name):
-                return _Unfit("its name is not one line")
-            name.encode()
-            text = data.decode()
         except OSError as error:
-            return _Unfit(_reason(error))
-        except UnicodeError:
-            return _Unfit("no UTF-8 text")
+            raise _SkippedError(_reason(error)) from None
         if not data:
-            return _Unfit("empty")
+            raise _SkippedError("empty")
         if len(data) > self._max_bytes:
-            return _Unfit(f"over {self._max_bytes:,} bytes")
+            raise _SkippedError(f"over {self._max_bytes:,} bytes")
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            raise _SkippedError("not UTF-8") from None
         if "\0" in text:
-            return _Unfit("binary")
+            raise _SkippedError("binary")
         return text
 
     def _skip(self, name: str, why: str) -> None:
-        self._on_skip(os.fsencode(name).decode("utf-8", "replace"), why)
+        if self._on_skip is not None:
+            self._on_skip(os.fsencode(name).decode("utf-8", "replace"), why)
+
+
+def _is_unicode(name: str) -> bool:
+    """File names that are not UTF-8 come with lone surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _reason(error: OSError) -> str:
+    return f"cannot be read: {error.strerror or error}"

@@ -96,6 +96,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Keep every cell of sliding-window layers: rollbacks need no checkpoints, at the price of the memory.
     kv_unified
         One pool of cells for all sessions instead of equal shares. Branches then share cells; never bitwise.
+    chat_template
+        Jinja source to use instead of the model's.
     reuse
         ``token``: every equal resident token is kept; the last bits of logits may differ from a cold run's.
         ``bitwise``: only what a cold run would have computed in the same batches is kept, and the rest read again in
@@ -142,6 +144,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     use_extra_bufts: bool = True
     check_tensors: bool = False
     adapters: tuple[AdapterConfig, ...] = ()
+    chat_template: str | None = None
 
     reuse: Reuse = "token"
     seam: Seam = "refuse"
@@ -184,6 +187,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             _float("tensor_split", share, 0.0)
         adapters = tuple(_adapter(one) for one in _tuple("adapters", self.adapters))
         msgspec.structs.force_setattr(self, "adapters", adapters)
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
+            raise _refuse("chat_template", self.chat_template, "a text or None")
         _choice("reuse", self.reuse, get_args(Reuse))
         _choice("seam", self.seam, get_args(Seam))
         _int("max_checkpoints", self.max_checkpoints, 0, 1 << 20)
@@ -225,6 +230,8 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         How many of the most likely tokens to report with each token; 0: only the token's own; None: none.
     ignore_eos
         Go on after an end-of-generation token.
+    show_special
+        Special tokens whose text is part of the answer all the same.
     timeout_s
         Seconds after which the answer ends with ``cancelled``.
     """
@@ -235,6 +242,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    show_special: tuple[int, ...] = ()
     timeout_s: float | None = None
 
     dynatemp_range: float | None = None
@@ -274,12 +282,14 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         if isinstance(self.logit_bias, Mapping):
             msgspec.structs.force_setattr(self, "logit_bias", self.logit_bias.items())
-        for name in ("stop", "dry_breakers", "logit_bias", "trigger_patterns", "trigger_tokens"):
+        for name in ("stop", "show_special", "dry_breakers", "logit_bias", "trigger_patterns", "trigger_tokens"):
             if getattr(self, name) is not None:
                 msgspec.structs.force_setattr(self, name, _tuple(name, getattr(self, name)))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise _refuse("stop", text, "texts that are not empty")
+        for token in self.show_special:
+            _int("show_special", token, 0, 2**31 - 1)
         _int("logprobs", self.logprobs, 0, 1000, none=True)
         _bool("ignore_eos", self.ignore_eos)
         _float("timeout_s", self.timeout_s, 0.0, none=True)
@@ -287,6 +297,6 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def sampling(self) -> dict[str, Any]:
         """What the sampler chain is made of: everything but when to end and what to report."""
         values = msgspec.structs.asdict(self)
-        for name in ("max_tokens", "stop", "logprobs", "ignore_eos", "timeout_s"):
+        for name in ("max_tokens", "stop", "logprobs", "ignore_eos", "show_special", "timeout_s"):
             del values[name]
         return values

@@ -107,7 +107,7 @@ class Step:
         logprobs: tuple[TokenLogprob, ...] = ()
         if row is not None and config.logprobs is not None:
             logprobs = (self._logprob(row, token, config.logprobs),)
-        text = stream.feed(model.token_piece(token, special=False))
+        text = stream.feed(model.token_piece(token, special=token in config.show_special))
         reason: FinishReason | None = None
         if stream.stopped:
             reason = "stop"

@@ -38,6 +38,7 @@ from llamacppshim.text import Tokenizer
 from llamacppshim.turns import Turns
 
 if TYPE_CHECKING:
+    from llamacppshim.chat import Chatter
     from llamacppshim.session import Session
     from llamacppshim.snapshot import Snapshot
 
@@ -123,6 +124,8 @@ class Runtime:
         self.speed = Speed()
 
         self.turns = Turns()
+        self.chat_lock = threading.Lock()  # a compiled template takes one thread at a time
+        self._chatter: Chatter | None = None
         self._running_mutex = threading.Lock()
         self._running: Stop | None = None
         self._rows: dict[int, weakref.ref[ResidentSequence]] = {}  # whose the rows of the last decode are
@@ -284,6 +287,17 @@ class Runtime:
         """Of all sessions; cells that branches share count once."""
         return Cells.count((len(one), one.cells) for one in list(self._sequences.values()))
 
+    @property
+    def chatter(self) -> Chatter:
+        """What the chats of its sessions share."""
+        from llamacppshim.chat import Chatter
+
+        self._require_open()
+        with self.chat_lock:
+            if self._chatter is None:
+                self._chatter = Chatter(self)
+            return self._chatter
+
     # Adapters and identity.
 
     @property
@@ -337,7 +351,7 @@ class Runtime:
             backend_version=f"{build['pin']}+{digest_of(flags)[:16]}",
             model_digest=_model_digest(model),
             tokenizer_digest=model.tokenizer_digest,
-            template_digest=hash_bytes((model.chat_template or "").encode()),
+            template_digest=hash_bytes((config.chat_template or model.chat_template or "").encode()),
             runtime_digest=digest_of({name: getattr(config, name) for name in _NUMERIC_FIELDS}),
             n_ctx=context.n_ctx,
             rope={name: getattr(config, name) for name in _ROPE_FIELDS},
@@ -522,6 +536,9 @@ class Runtime:
             self.context.close()
         for adapter, _ in self._adapters:
             adapter.close()
+        if self._chatter is not None:
+            with self.chat_lock:
+                self._chatter.close()
         if self._owns_model:
             self.model.close()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +35,7 @@ from llamacppshim.errors import (
     TokenMismatchError,
     UnsupportedFeatureError,
 )
+from llamacppshim.formats import Messages
 from llamacppshim.generate import Answer, Step
 from llamacppshim.holding import Holding, Mark
 from llamacppshim.ledger import Tokens, as_tokens
@@ -46,7 +48,10 @@ from llamacppshim.sequence import Progress, ResidentSequence
 from llamacppshim.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from llamacppshim.chat import Reply
     from llamacppshim.runtime import Runtime
+
+MAX_REPLIES = 256
 
 
 class Session:
@@ -68,6 +73,7 @@ class Session:
         self._plan: ReusePlan | None = None
         self._answer: Answer | None = None
         self._branch_bytes = 0
+        self._replies: dict[str, Tokens] = {}
         self.n_changes = 0  # a generator that finds another number has been overtaken
 
     # The prefix.
@@ -321,6 +327,83 @@ class Session:
                 return
             yield chunk
 
+    def chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt_format: str = "model",
+        template: Mapping[str, Any] | None = None,
+        config: DecodeConfig | None = None,
+        timeout_s: float | None = None,
+        progress: Progress | None = None,
+        **overrides: Any,
+    ) -> Reply:
+        """Answer a whole conversation, reading only what of it is not resident.
+
+        What users, files and tools have said is never parsed for special tokens. Replies stay as they were generated:
+        their text in a later call stands for the same tokens.
+
+        Parameters
+        ----------
+        messages, tools
+            As `ChatTemplate.render` takes them: the whole conversation, each time.
+        prompt_format
+            ``model`` (the model's own template), ``chatml``, ``llama3`` or ``raw``.
+        template
+            What the template is told besides: ``enable_thinking``, ``tool_choice``, variables of its own.
+        config
+            `DecodeConfig`; ``overrides`` are its fields, and win. The template's stop texts, and the grammar of its
+            tool calls, come in addition.
+        timeout_s, progress
+            As for `ensure_prefix`, which this calls before it returns.
+
+        Returns
+        -------
+        An iterator of `Chunk`, with ``status`` (its plan says at which message the conversation has drifted), ``text``
+        and ``message`` (content, reasoning and tool calls, so far).
+
+        Raises
+        ------
+        UnsupportedFeatureError  another format, or tools where there is no protocol for them
+        InvalidArgumentError, TemplateError  messages that are none, or that the template refuses
+        and as `ensure_prefix` and `decode`
+        """
+        from llamacppshim.chat import chat
+
+        return chat(
+            self,
+            messages,
+            tools,
+            prompt_format=prompt_format,
+            template=template,
+            config=config,
+            timeout_s=timeout_s,
+            progress=progress,
+            **overrides,
+        )
+
+    @property
+    def replies(self) -> Mapping[str, Tokens]:
+        """Replies of `chat` by their text, as they were generated."""
+        return self._replies
+
+    def remember_reply(self, text: str, tokens: Sequence[int]) -> None:
+        """As it was generated; not where a stop text was cut off."""
+        data = b"".join(self.runtime.model.token_piece(token, special=False) for token in tokens)
+        # Bytes that are no text, an incomplete character at the end for instance, are replaced or left out in it.
+        whole = data.decode("utf-8", "replace")
+        begun = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+        if text and text in (whole, begun):
+            self._replies.pop(text, None)
+            self._replies[text] = as_tokens(list(tokens))
+            while len(self._replies) > MAX_REPLIES:
+                del self._replies[next(iter(self._replies))]
+
+    def tell(self, plan: ReusePlan) -> None:
+        """More is known of the last plan."""
+        self._plan = plan
+
     def cancel(self) -> None:
         """End the running call, or if none runs, the next one. From any thread.
 
@@ -441,6 +524,7 @@ class Session:
         reason = f"branched at {at} of {whole} tokens" + (f"; {plan.reason}" if plan.reason else "")
         child._plan = ReusePlan(reuse_tokens=plan.reuse_tokens, source="branch", reason=reason, exact=exact)
         child._branch_bytes = n_bytes
+        child._replies = dict(self._replies)
         if at == whole and self.answer_in_hand is not None:
             child._answer = self.answer_in_hand.copy()
         return child

@@ -59,6 +59,10 @@ class Tokenizer:
         self.tokenized_bytes += len(text)
         return self._vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
 
+    def plain_cached(self, text: bytes, parse_special: bool) -> Tokens:
+        """As `plain`, and kept."""
+        return self._alone_and_both(b"", text, parse_special)[1]
+
     def segments(self, texts: Sequence[bytes], parse_special: bool) -> tuple[Tokens, list[int]]:
         """The tokens of the joint text, and at which token each of the texts begins.
 
@@ -66,22 +70,29 @@ class Tokenizer:
         ------
         ManifestMismatchError  a token reaches over the boundary of two texts
         """
+        tokens, starts = self.joined(texts, parse_special)
+        for i, start in enumerate(starts):
+            if start < 0:
+                begin = sum(map(len, texts[:i]))
+                raise ManifestMismatchError(
+                    f"segments {i - 1} and {i}: a token reaches over their boundary at byte {begin}",
+                    field=f"segments[{i}].token_start",
+                )
+        return tokens, starts
+
+    def joined(self, texts: Sequence[bytes], parse_special: bool) -> tuple[Tokens, list[int]]:
+        """The tokens of the joint text, and at which token each of the texts begins; -1: within one."""
         whole = b"".join(texts)
         ledger = Ledger()
         starts: list[int] = []
         end = 0
-        for i, text in enumerate(texts):
+        for text in texts:
             starts.append(len(ledger))
             begin, end = end, end + len(text)
             for piece_begin, piece_end in _pieces(whole, begin, end):
                 joint = self._follow(whole[:piece_begin], ledger.tokens, whole[piece_begin:piece_end], parse_special)
                 if joint.n_back and piece_begin == begin:
                     starts[-1] = self._boundary(ledger.tokens, joint)
-                    if starts[-1] < 0:
-                        raise ManifestMismatchError(
-                            f"segments {i - 1} and {i}: a token reaches over their boundary at byte {begin}",
-                            field=f"segments[{i}].token_start",
-                        )
                 ledger.replace(joint.tokens, keep=len(ledger) - joint.n_back)
         return ledger.copy(), starts
 
@@ -114,11 +125,10 @@ class Tokenizer:
             if len(tokens) < n:
                 continue
             tail = self._vocabulary.detokenize(tokens[-n:])
-            alone = self.plain(tail, parse_special)
-            both = self.plain(tail + text, parse_special)
+            alone, both = self._alone_and_both(tail, text, parse_special)
             if len(alone) and common_prefix(alone, both) == len(alone):
                 return both[len(alone) :]
-        return self.plain(text, parse_special)
+        return self.plain_cached(text, parse_special)
 
     def _follow(self, head: bytes, head_tokens: Tokens, text: bytes, parse_special: bool) -> Joint:
         n_tail = TAIL_BYTES

@@ -30,6 +30,7 @@ PURE = {
     "text": {"errors", "ledger", "reuse"},
     "memory": {"errors", "config", "reuse", "models"},
     "assemble": {"errors", "config", "reuse", "manifest", "memory"},
+    "formats": {"errors"},
     "prompt": {"errors", "ledger", "manifest"},
     "snapshot": {"errors", "config", "manifest", "checkpoints", "ledger"},
     "store": {"errors", "manifest", "ledger", "reuse", "snapshot"},
@@ -37,13 +38,14 @@ PURE = {
 BELOW_RUNTIME = {*PURE, "_native"}
 LIVE = {
     "sequence": BELOW_RUNTIME,
-    "runtime": BELOW_RUNTIME | {"sequence", "session"},  # which it makes, and so imports when the first is asked for
+    "runtime": BELOW_RUNTIME | {"sequence", "session", "chat"},  # which it makes, and so imports then
     "holding": BELOW_RUNTIME | {"sequence"},
     "generate": BELOW_RUNTIME,
     "saving": BELOW_RUNTIME,
-    "session": BELOW_RUNTIME | {"sequence", "runtime", "holding", "generate", "saving"},
+    # Its `chat` is the one call that comes from above, imported when it is used.
+    "session": BELOW_RUNTIME | {"sequence", "runtime", "holding", "generate", "saving", "chat"},
     "branch": BELOW_RUNTIME | {"runtime", "session", "generate"},
-    "chat": BELOW_RUNTIME | {"runtime", "session"},
+    "chat": BELOW_RUNTIME | {"sequence", "runtime"},
     "demo": BELOW_RUNTIME | {"runtime", "session", "chat", "__init__"},
     "manager": BELOW_RUNTIME | {"runtime", "session", "branch", "chat"},
     "snapshot_cli": BELOW_RUNTIME | {"runtime", "demo"},

@@ -1,0 +1,325 @@
+"""Owns conversations: messages to tokens that nobody can forge, replies that stay as they were generated, and where a
+conversation has drifted from what is resident.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from llamacppshim._native import ChatMessage, ChatTemplate, Rendered
+from llamacppshim.answer import Chunk, FinishReason
+from llamacppshim.config import DecodeConfig
+from llamacppshim.errors import InvalidArgumentError, UnsupportedFeatureError
+from llamacppshim.formats import Messages, Parts, needs_tools, require_format, text_of, written
+from llamacppshim.ledger import Ledger, Tokens
+from llamacppshim.report import PrefixStatus
+from llamacppshim.reuse import Difference
+from llamacppshim.runtime import Runtime, configured
+from llamacppshim.sequence import Progress
+
+if TYPE_CHECKING:
+    from llamacppshim.session import Session
+
+RENDERED_MAX = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as tokens: at which token each part begins, and which message it came from (-1: the format)."""
+
+    tokens: Tokens
+    starts: tuple[int, ...]
+    messages: tuple[int, ...]
+    rendered: Rendered | None
+
+
+class Chatter:
+    """What the chats of one runtime share: the compiled template, what it rendered last, and replies as generated."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._template: ChatTemplate | None = None
+        self._rendered: OrderedDict[bytes, Rendered] = OrderedDict()
+        self._is_plain: dict[bytes, bool] = {}
+        self._is_control: dict[int, bool] = {}
+
+    @property
+    def template(self) -> ChatTemplate:
+        if self._template is None:
+            source = self.runtime.config.chat_template
+            model = self.runtime.model
+            self._template = ChatTemplate(model) if source is None else ChatTemplate(source, model=model)
+        return self._template
+
+    def close(self) -> None:
+        if self._template is not None:
+            self._template.close()
+
+    def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, values: dict[str, Any]) -> Rendered:
+        """By the model's template; the same conversation is rendered once."""
+        if (tools or needs_tools(messages)) and not self.template.supports_tools:
+            raise UnsupportedFeatureError(
+                "the model's template has no protocol for tools, and the conversation has some", feature="tools"
+            )
+        try:
+            key = json.dumps([list(messages), tools, values], sort_keys=True).encode()
+        except (TypeError, ValueError):
+            return self.template.render(messages, tools, **values)  # which says what is wrong with it
+        with self.runtime.chat_lock:
+            found = self._rendered.get(key)
+            if found is None:
+                found = self.template.render(messages, tools, **values)
+                self._rendered[key] = found
+                if len(self._rendered) > RENDERED_MAX:
+                    self._rendered.popitem(last=False)
+            else:
+                self._rendered.move_to_end(key)
+            return found
+
+    def parse(self, text: str, rendered: Rendered, *, partial: bool) -> ChatMessage:
+        with self.runtime.chat_lock:
+            return self.template.parse(text, partial=partial, rendered=rendered)
+
+    def for_reply(self, config: DecodeConfig, rendered: Rendered) -> DecodeConfig:
+        """The template's own stop texts, the tokens that its replies are read by, and the grammar of its tool calls,
+        unless another is given."""
+        changes: dict[str, Any] = {}
+        if rendered.additional_stops:
+            changes["stop"] = (*config.stop, *(text for text in rendered.additional_stops if text not in config.stop))
+        shown = [self.runtime.tokenizer.plain_cached(text.encode(), True) for text in rendered.preserved_tokens]
+        if shown:
+            changes["show_special"] = tuple(int(tokens[0]) for tokens in shown if len(tokens) == 1)
+        if rendered.grammar and config.grammar is None:
+            patterns, tokens = _triggers(rendered)
+            changes |= {"grammar": rendered.grammar, "grammar_lazy": rendered.grammar_lazy}
+            changes |= {"trigger_patterns": patterns, "trigger_tokens": tokens}
+        return msgspec.structs.replace(config, **changes) if changes else config
+
+    # Tokens.
+
+    def prompt(
+        self, parts: Parts, messages: Messages, replies: Mapping[str, Tokens], rendered: Rendered | None
+    ) -> Prompt:
+        """The parts as tokens. Special tokens are only where the format itself wrote them, and BOS is there once."""
+        parts = _merged(parts)
+        owners = _owners(parts, messages)
+        ledger = Ledger()
+        starts: list[int] = []
+        model = self.runtime.model
+        run: list[bytes] = []  # parts that may be tokenised as one text
+
+        def flush() -> None:
+            if run:
+                self._append(ledger, starts, run)
+                run.clear()
+
+        for text, is_input in parts:
+            data = text.encode()
+            if is_input and text in replies:
+                flush()
+                starts.append(len(ledger))
+                ledger.extend(replies[text])
+            elif is_input and not self._plain(data):
+                flush()
+                starts.append(len(ledger))
+                ledger.extend(self.runtime.tokenizer.after(ledger.tokens, data, False))
+            else:
+                run.append(data)
+        flush()
+        tokens = ledger.copy()
+        if model.add_bos and model.bos is not None and not (len(tokens) and tokens[0] == model.bos):
+            tokens = np.concatenate([np.array([model.bos], dtype=np.int32), tokens])
+            starts = [start + 1 if start else 0 for start in starts]
+        return Prompt(tokens, tuple(starts), tuple(owners), rendered)
+
+    def _append(self, ledger: Ledger, starts: list[int], run: list[bytes]) -> None:
+        """A run of parts, in which special tokens stand where the format wrote them, and nowhere else."""
+        tokenizer = self.runtime.tokenizer
+        if len(ledger):  # after a reply, or a text that only looks like a special token
+            for data in run:
+                starts.append(len(ledger))
+                ledger.extend(tokenizer.after(ledger.tokens, data, True))
+            return
+        tokens, places = tokenizer.joined(run, True)
+        expected = sum(self._n_special(tokenizer.plain_cached(data, True)) for data in run)
+        if self._n_special(tokens) == expected:
+            starts += places
+            ledger.extend(tokens)
+            return
+        # Two parts make a special token together that neither has: each on its own, then.
+        for data in run:
+            starts.append(len(ledger))
+            ledger.extend(tokenizer.after(ledger.tokens, data, True))
+
+    def _plain(self, data: bytes) -> bool:
+        """Whether it has no text of a special token."""
+        found = self._is_plain.get(data)
+        if found is None:
+            tokenizer = self.runtime.tokenizer
+            found = np.array_equal(tokenizer.plain_cached(data, True), tokenizer.plain_cached(data, False))
+            if len(self._is_plain) > 4096:
+                self._is_plain.clear()
+            self._is_plain[data] = found
+        return found
+
+    def _n_special(self, tokens: Tokens) -> int:
+        n = 0
+        values, counts = np.unique(tokens, return_counts=True)
+        for token, count in zip(values.tolist(), counts.tolist(), strict=True):
+            if token not in self._is_control:
+                self._is_control[token] = self.runtime.model.is_control(token)
+            n += count if self._is_control[token] else 0
+        return n
+
+
+class Reply:
+    """An answer to a conversation: an iterator of `Chunk`, and what is known of it.
+
+    Attributes
+    ----------
+    status
+        Of the prefix: what was reused and read.
+    """
+
+    def __init__(
+        self, session: Session, chatter: Chatter, prompt: Prompt, status: PrefixStatus, config: DecodeConfig
+    ) -> None:
+        self.status = status
+        self.text = ""
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._session = session
+        self._chatter = chatter
+        self._rendered = prompt.rendered
+        self._chunks = session.decode(config)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk = next(self._chunks)
+        self.text += chunk.text
+        self.tokens += chunk.tokens
+        if chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
+            if chunk.finish_reason in ("stop", "length"):
+                self._session.remember_reply(self.text, self.tokens)
+        return chunk
+
+    @property
+    def message(self) -> ChatMessage:
+        """What the text says so far, taken apart: content, reasoning, tool calls.
+
+        Raises TemplateError where a whole reply does not have the form that the template asks for.
+        """
+        if self._rendered is None:
+            return ChatMessage("assistant", self.text, "", ())
+        return self._chatter.parse(self.text, self._rendered, partial=self.finish_reason != "stop")
+
+
+def chat(
+    session: Session,
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    prompt_format: str = "model",
+    template: Mapping[str, Any] | None = None,
+    config: DecodeConfig | None = None,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> Reply:
+    """See `Session.chat`."""
+    require_format(prompt_format)
+    chosen: DecodeConfig = configured(DecodeConfig, config, overrides)
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidArgumentError("messages must be a sequence of at least one message", field="messages")
+    chatter = session.runtime.chatter
+    values = dict(template or {})
+    if prompt_format == "model":
+        rendered = chatter.render(messages, tools, values)
+        parts: Parts = list(rendered.parts)
+        chosen = chatter.for_reply(chosen, rendered)
+    else:
+        if tools:
+            raise UnsupportedFeatureError(f"format {prompt_format} has no protocol for tools", feature="tools")
+        if values:
+            raise UnsupportedFeatureError(f"format {prompt_format} has no template to be told that", feature="template")
+        rendered, parts = None, written(prompt_format, messages)
+    prompt = chatter.prompt(parts, messages, session.replies, rendered)
+    status = session.ensure_prefix(prompt.tokens, timeout_s=timeout_s, progress=progress)
+    status = msgspec.structs.replace(status, plan=_with_drift(status.plan, prompt, messages))
+    session.tell(status.plan)
+    return Reply(session, chatter, prompt, status, chosen)
+
+
+def _merged(parts: Parts) -> Parts:
+    """Neighbours of one kind are one text: two inputs may make a special token's text together."""
+    found: Parts = []
+    for text, is_input in parts:
+        if not text:
+            continue
+        if found and found[-1][1] == is_input:
+            found[-1] = (found[-1][0] + text, is_input)
+        else:
+            found.append((text, is_input))
+    return found
+
+
+def _owners(parts: Parts, messages: Messages) -> list[int]:
+    """The message that each part came from, as far as its text tells; -1 for what the format wrote."""
+    owners: list[int] = []
+    at = 0
+    contents = [json.dumps(message, ensure_ascii=False, default=str) for message in messages]
+    for text, is_input in parts:
+        if not is_input:
+            owners.append(-1)
+            continue
+        inner = json.dumps(text, ensure_ascii=False)[1:-1]
+        own = text_of(messages[at].get("content")) if at < len(messages) else None
+        here = next((i for i in range(at, len(messages)) if inner in contents[i] or text == own), at)
+        at = min(here, len(messages) - 1)
+        owners.append(at)
+    return owners
+
+
+def _with_drift(plan: Any, prompt: Prompt, messages: Messages) -> Any:
+    """Names the message in which the conversation parts from what was resident."""
+    difference: Difference | None = plan.first_difference
+    if difference is None:
+        return plan
+    place = max((i for i, start in enumerate(prompt.starts) if start <= difference.position), default=-1)
+    owner = next((prompt.messages[i] for i in range(place, -1, -1) if prompt.messages[i] >= 0), -1)
+    where = "before the first message"
+    if owner >= 0:
+        where = f"in or after messages[{owner}] ({messages[owner].get('role')})"
+    reason = f"{plan.reason}; the conversation parts from what was resident {where}"
+    return msgspec.structs.replace(plan, reason=reason)
+
+
+def _triggers(rendered: Rendered) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """As the sampler takes them: patterns over the whole output so far, and tokens."""
+    patterns: list[str] = []
+    tokens: list[int] = []
+    for trigger in rendered.grammar_triggers:
+        kind, value = trigger["type"], trigger["value"]
+        if kind == "token":
+            tokens.append(int(trigger["token"]))
+        elif kind == "word":
+            patterns.append("[\\s\\S]*?(" + _escaped(value) + ")[\\s\\S]*")
+        elif kind == "pattern":
+            patterns.append("[\\s\\S]*?(" + value + ")[\\s\\S]*")
+        else:
+            patterns.append(value)
+    return tuple(patterns), tuple(tokens)
+
+
+def _escaped(text: str) -> str:
+    return "".join("\\" + c if c in "\\^$.|?*+()[]{}" else c for c in text)
