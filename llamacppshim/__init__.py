@@ -23,6 +23,18 @@ from llamacppshim._native import (
     live_counts,
 )
 from llamacppshim.answer import Chunk, Completion, TokenLogprob
+from llamacppshim.assemble import (
+    Admission,
+    Assembled,
+    ContextPolicy,
+    Explanation,
+    Priority,
+    Segment,
+    TokenCounter,
+    admit,
+    assemble_context,
+    read_folder,
+)
 from llamacppshim.branch import collect_many, decode_many, prefill_many
 from llamacppshim.chat import Reply
 from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
@@ -62,6 +74,7 @@ from llamacppshim.errors import (
     UnsupportedFeatureError,
 )
 from llamacppshim.manifest import ContextManifest, Identity, SegmentRecord
+from llamacppshim.profile import Profile, PromptConfig, ToolsConfig
 from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
 from llamacppshim.reuse import ReusePlan
 from llamacppshim.runtime import Runtime
@@ -72,6 +85,8 @@ from llamacppshim.store import SnapshotStore
 __all__ = [
     "Adapter",
     "AdapterConfig",
+    "Admission",
+    "Assembled",
     "Batch",
     "BatchTooLargeError",
     "BufferTooSmallError",
@@ -84,6 +99,7 @@ __all__ = [
     "Context",
     "ContextManifest",
     "ContextOverflowError",
+    "ContextPolicy",
     "ContextReport",
     "DecodeAbortedError",
     "DecodeAllocError",
@@ -93,6 +109,7 @@ __all__ = [
     "DecodeFatalError",
     "DecodeResult",
     "DecodeStatus",
+    "Explanation",
     "ForkedError",
     "GrammarError",
     "Identity",
@@ -109,12 +126,16 @@ __all__ = [
     "OutOfMemoryError",
     "OutOfRangeError",
     "PrefixStatus",
+    "Priority",
+    "Profile",
+    "PromptConfig",
     "Rendered",
     "Reply",
     "ReusePlan",
     "Runtime",
     "RuntimeConfig",
     "Sampler",
+    "Segment",
     "SegmentRecord",
     "Session",
     "SessionClosedError",
@@ -128,12 +149,16 @@ __all__ = [
     "StaleViewError",
     "SuffixStatus",
     "TemplateError",
+    "TokenCounter",
     "TokenLogprob",
     "TokenMismatchError",
     "ToolCall",
+    "ToolsConfig",
     "UnsupportedFeatureError",
     "Work",
+    "admit",
     "argmax",
+    "assemble_context",
     "build_info",
     "collect_many",
     "decode_many",
@@ -142,6 +167,7 @@ __all__ = [
     "json_schema_to_grammar",
     "live_counts",
     "prefill_many",
+    "read_folder",
 ]
 
 __version__: str = build_info()["version"]

@@ -180,11 +180,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("devices", "tensor_split"):
             if getattr(self, name) is not None:
                 msgspec.structs.force_setattr(self, name, _tuple(name, getattr(self, name)))
-        for device in self.devices or ():
+        for i, device in enumerate(self.devices or ()):
             if not isinstance(device, str) or not device:
-                raise _refuse("devices", device, "a device's name")
-        for share in self.tensor_split or ():
-            _float("tensor_split", share, 0.0)
+                raise _refuse(f"devices[{i}]", device, "a device's name")
+        for i, share in enumerate(self.tensor_split or ()):
+            _float(f"tensor_split[{i}]", share, 0.0)
         adapters = tuple(_adapter(one) for one in _tuple("adapters", self.adapters))
         msgspec.structs.force_setattr(self, "adapters", adapters)
         if self.chat_template is not None and not isinstance(self.chat_template, str):
@@ -285,11 +285,11 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("stop", "show_special", "dry_breakers", "logit_bias", "trigger_patterns", "trigger_tokens"):
             if getattr(self, name) is not None:
                 msgspec.structs.force_setattr(self, name, _tuple(name, getattr(self, name)))
-        for text in self.stop:
+        for i, text in enumerate(self.stop):
             if not isinstance(text, str) or not text:
-                raise _refuse("stop", text, "texts that are not empty")
-        for token in self.show_special:
-            _int("show_special", token, 0, 2**31 - 1)
+                raise _refuse(f"stop[{i}]", text, "a text that is not empty")
+        for i, token in enumerate(self.show_special):
+            _int(f"show_special[{i}]", token, 0, 2**31 - 1)
         _int("logprobs", self.logprobs, 0, 1000, none=True)
         _bool("ignore_eos", self.ignore_eos)
         _float("timeout_s", self.timeout_s, 0.0, none=True)

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from llamacppshim.assemble import Assembled
 from llamacppshim.errors import InvalidArgumentError
 from llamacppshim.ledger import Tokens
 from llamacppshim.manifest import ContextManifest, SegmentRecord, hash_bytes, hash_tokens
 
-#: Text, parts of one text, or tokens.
-Prompt = str | bytes | Sequence[str] | Sequence[int] | Tokens
+#: Text, parts of one text, tokens, or what `assemble_context` made: its stable segments.
+Prompt = str | bytes | Sequence[str] | Sequence[int] | Tokens | Assembled
 
 
 class Prefix:
@@ -39,6 +40,8 @@ class Prefix:
 def parts_of(prompt: Any) -> tuple[Literal["text", "segments", "tokens"], Any]:
     if isinstance(prompt, (str, bytes)):
         return "text", [prompt]
+    if isinstance(prompt, Assembled):
+        return "segments", prompt.stable_parts
     if isinstance(prompt, np.ndarray):
         return "tokens", prompt
     if isinstance(prompt, Sequence):
@@ -59,11 +62,20 @@ def utf8(text: str | bytes) -> bytes:
         ) from None
 
 
-def segment_records(texts: Sequence[bytes], starts: Sequence[int], tokens: Tokens) -> Iterator[SegmentRecord]:
+def segment_kinds(prompt: Any, n: int) -> Sequence[str]:
+    """Of the segments of a prompt; plain texts have none of their own."""
+    if isinstance(prompt, Assembled):
+        return [record.kind for record in prompt.records if record.stable]
+    return ["text"] * n
+
+
+def segment_records(
+    texts: Sequence[bytes], kinds: Sequence[str], starts: Sequence[int], tokens: Tokens
+) -> Iterator[SegmentRecord]:
     at = 0
-    for text, begin, end in zip(texts, starts, [*starts, len(tokens)][1:], strict=False):
+    for text, kind, begin, end in zip(texts, kinds, starts, [*starts, len(tokens)][1:], strict=False):
         yield SegmentRecord(
-            kind="text",
+            kind=kind,
             stable=True,
             byte_start=at,
             byte_end=at + len(text),

@@ -24,6 +24,7 @@ from llamacppshim.errors import (
     DecodeError,
     ForkedError,
     InvalidArgumentError,
+    InvalidBatchError,
     LlamaCppShimError,
     NoKVSlotError,
     SessionUnavailableError,
@@ -395,7 +396,7 @@ class Runtime:
         pieces = list(pieces)
         with self.turns, Batch() as batch:
             self._reclaim()
-            self.claim_rows(None)
+            self.claim_rows(*(piece.sequence for piece in pieces))
             for sequence, tokens, row in pieces:
                 at, last = len(sequence), len(tokens) - 1
                 for i, token in enumerate(tokens):
@@ -403,7 +404,6 @@ class Runtime:
             try:
                 self.context.decode_batch(batch)
             except BaseException as error:
-                self._rows = {}
                 cause = error.__cause__ if isinstance(error, KeyboardInterrupt) else error
                 if self.context.fatal:
                     self._renew()
@@ -411,6 +411,7 @@ class Runtime:
                     self._after_shared_failure(pieces, cause if isinstance(cause, DecodeError) else None)
                 raise
             end = 0
+            self._rows = {}
             for sequence, tokens, row in pieces:
                 end += len(tokens)
                 sequence.decoded(tokens, row=row, index=end - 1)
@@ -419,6 +420,7 @@ class Runtime:
 
     def _after_shared_failure(self, pieces: list[Piece], error: DecodeError | None) -> None:
         """How far each got, its own memory says, but where that cannot be told."""
+        self._rows = {}
         dirty = self._dirty(error)
         for seq_id in dirty:
             if seq_id in self._sequences:
@@ -436,6 +438,8 @@ class Runtime:
         try:
             with self._interruptible(sequence.stop, len(tokens)):
                 self.context.decode(tokens, seq_id=sequence.seq_id, pos=len(sequence), logits="last" if row else "none")
+        except InvalidBatchError:
+            raise  # nothing was touched; a session that sends one is wrong
         except (DecodeError, KeyboardInterrupt) as error:
             self._after_failure(sequence, tokens, error if isinstance(error, DecodeError) else error.__cause__)
             raise
@@ -445,6 +449,7 @@ class Runtime:
             self._after_failure(sequence, tokens, None)
             raise
         sequence.decoded(tokens, row=row)
+        self._rows = {}
         if row:
             self._rows[-1] = weakref.ref(sequence)
 
@@ -474,12 +479,15 @@ class Runtime:
             if self.context.seq_pos_max(seq_id) >= 0:
                 self.context.seq_rm(seq_id, -1, -1)
 
-    def claim_rows(self, sequence: ResidentSequence | None) -> None:
-        """Before a call that replaces the rows of the last decode: whose last row is among them gets a copy."""
-        for owner in self._rows.values():
-            if (other := owner()) is not None and other is not sequence:
+    def claim_rows(self, *users: ResidentSequence) -> None:
+        """Before a call of these sequences that replaces the rows of the last decode: any other whose last row is among
+        them gets a copy. Their own are theirs until the call has replaced them."""
+        for index, owner in list(self._rows.items()):
+            other = owner()
+            if other is None or other not in users:
+                del self._rows[index]
+            if other is not None and other not in users:
                 other.save_row()
-        self._rows = {}
 
     @contextlib.contextmanager
     def _interruptible(self, stop: Stop, n_tokens: int) -> Iterator[None]:

@@ -40,7 +40,7 @@ from llamacppshim.generate import Answer, Step
 from llamacppshim.holding import Holding, Mark
 from llamacppshim.ledger import Tokens, as_tokens
 from llamacppshim.manifest import ContextManifest, Identity, SegmentRecord
-from llamacppshim.prompt import Prefix, Prompt, parts_of, segment_records, utf8
+from llamacppshim.prompt import Prefix, Prompt, parts_of, segment_kinds, segment_records, utf8
 from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
 from llamacppshim.reuse import ReusePlan, common_prefix
 from llamacppshim.runtime import configured
@@ -764,7 +764,8 @@ class Session:
             if self._prefix is not None and self._prefix.text is None and np.array_equal(tokens, self._prefix.tokens):
                 return self._prefix
             return Prefix(None, None, tokens, 0)
-        key = (tuple(parts), parse_special, kind)
+        kinds = segment_kinds(prompt, len(parts))
+        key = (tuple(parts), tuple(kinds), parse_special, kind)
         if self._prefix is not None and self._prefix.key == key:
             return self._prefix
         texts = [utf8(part) for part in parts]
@@ -775,7 +776,7 @@ class Session:
             tokens = np.concatenate([np.array([bos], dtype=np.int32), tokens])
             n_bos = 1
         prefix = Prefix(key, b"".join(texts), tokens, n_bos)
-        prefix.describe(self._manifest(prefix, texts, [start + n_bos if start else 0 for start in starts]))
+        prefix.describe(self._manifest(prefix, texts, kinds, [start + n_bos if start else 0 for start in starts]))
         return prefix
 
     def _require_vocabulary(self, tokens: Tokens) -> None:
@@ -840,7 +841,13 @@ class Session:
             expected, actual = getattr(self._identity, field), getattr(now, field)
             raise ManifestMismatchError(field=field, expected=expected, actual=actual)
 
-    def _manifest(self, prefix: Prefix, texts: Sequence[bytes] = (), starts: Sequence[int] = ()) -> ContextManifest:
+    def _manifest(
+        self,
+        prefix: Prefix,
+        texts: Sequence[bytes] = (),
+        kinds: Sequence[str] = (),
+        starts: Sequence[int] = (),
+    ) -> ContextManifest:
         identity = self.runtime.identity()
         segments: tuple[SegmentRecord, ...]
         if prefix.manifest is not None:
@@ -848,7 +855,7 @@ class Session:
                 return prefix.manifest
             segments = prefix.manifest.segments
         else:
-            segments = tuple(segment_records(texts, starts, prefix.tokens))
+            segments = tuple(segment_records(texts, kinds, starts, prefix.tokens))
         n_bytes = len(prefix.text or b"")
         return ContextManifest(
             **{name: getattr(identity, name) for name in Identity.__struct_fields__},

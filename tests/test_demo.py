@@ -94,7 +94,8 @@ def test_the_screen_says_what_was_read_and_what_it_cost(
 ) -> None:
     result = start(tmp_path, "demo", "--model", tiny_models["tiny-llama"], "--repo", repo)
     assert result.returncode == 0
-    for text in ("tiny-llama", "main.py", "src/add.py", "2 files", *demo.QUESTIONS, "both gave the same tokens", "3 branches in"):
+    texts = ("tiny-llama", "main.py", "src/add.py", "2 files", *demo.QUESTIONS, "both gave the same tokens")
+    for text in (*texts, "3 branches in"):
         assert text in result.stdout
     assert "\x1b" not in result.stdout
     assert "prefilling" not in result.stdout

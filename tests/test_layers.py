@@ -29,9 +29,10 @@ PURE = {
     "report": {"manifest", "reuse"},
     "text": {"errors", "ledger", "reuse"},
     "memory": {"errors", "config", "reuse", "models"},
-    "assemble": {"errors", "config", "reuse", "manifest", "memory"},
+    "assemble": {"errors", "ledger", "manifest"},
+    "profile": {"errors", "config", "manifest"},
     "formats": {"errors"},
-    "prompt": {"errors", "ledger", "manifest"},
+    "prompt": {"errors", "assemble", "ledger", "manifest"},
     "snapshot": {"errors", "config", "manifest", "checkpoints", "ledger"},
     "store": {"errors", "manifest", "ledger", "reuse", "snapshot"},
 }

@@ -24,7 +24,7 @@ from sessions import (
     some_tokens,
 )
 
-from llamacppshim import Context, Model
+from llamacppshim import Context, Model, Segment, assemble_context
 from llamacppshim.errors import (
     BusyError,
     ClosedError,
@@ -181,6 +181,24 @@ def test_without_checkpoints_what_cannot_be_cut_is_read_again(models: dict[str, 
         assert status.reused_tokens == (100 if kind in CUT else 0)
         assert status.prefilled_tokens == (0 if kind in CUT else 100)
         assert session.explain().checkpoints == ()
+
+
+def test_an_assembled_context_is_a_prefix_with_its_kinds(models: dict[str, Model]) -> None:
+    segments = [Segment("user_turn", "Hello?"), Segment("pinned_file", "x = 1\n", "b.py"), Segment("system", "Be brief.")]
+    assembled = assemble_context(segments)
+    with open_runtime(models, "spm") as runtime, runtime.session() as session:
+        status = session.ensure_prefix(assembled)
+        manifest = session.explain().manifest
+        assert manifest is not None
+        assert [segment.kind for segment in manifest.segments] == ["system", "pinned_file"]
+        assert status.stable_byte_hash == assembled.stable_byte_hash
+        filled = assembled.tokenized(lambda texts: runtime.tokenizer.segments(texts, False)).records
+        assert [(one.token_start + 1, one.token_end + 1) for one in filled[1:2]] == [
+            (segment.token_start, segment.token_end) for segment in manifest.segments[1:]
+        ]
+        session.prefill_suffix(assembled.volatile_text)
+        assert session.ensure_prefix(assemble_context(segments[::-1])).reused_tokens == status.prefix_tokens
+        assert session.ensure_prefix(assemble_context([])).prefix_tokens == 1  # BOS alone
 
 
 def test_segments_are_told_apart_and_keep_their_hashes(models: dict[str, Model]) -> None:
