@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,23 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from llamacppshim import ChatTemplate, DecodeConfig, Model, Runtime, Session, Snapshot, build_info, collect_many
+from llamacppshim import (
+    Admission,
+    ChatTemplate,
+    DecodeConfig,
+    Model,
+    Runtime,
+    Segment,
+    Session,
+    Snapshot,
+    TokenCounter,
+    admit,
+    assemble_context,
+    build_info,
+    collect_many,
+    read_folder,
+)
+from llamacppshim.assemble import GENERATED
 from llamacppshim.errors import InternalError, InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.models import default_model
 
@@ -39,6 +54,7 @@ PIECE_TOKENS = 128
 BRANCHES = 3
 BRANCH_TOKENS = 24
 
+MAX_TABLE_LINES = 24  # of a longer table, only what was kept is shown
 MAX_FILE_BYTES = 1 << 20
 OWN_SUFFIXES = frozenset({".py", ".pyi"})
 SUFFIXES = OWN_SUFFIXES | {
@@ -46,8 +62,6 @@ SUFFIXES = OWN_SUFFIXES | {
     *(".mm", ".php", ".pl", ".pxd", ".pxi", ".pyx", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts"),
     *(".tsx", ".zig"),
 }
-SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "dist", "node_modules", "target", "venv"})
-
 INSTRUCTION = "Here are the source files of a project.\n"
 QUESTIONS = (
     "What is this project for? Answer in one sentence.",
@@ -56,23 +70,6 @@ QUESTIONS = (
 )
 
 Update = Callable[[int, int], None]
-
-
-@dataclass
-class SourceFile:
-    """A file of the prefix, its path relative to the folder."""
-
-    path: str
-    n_bytes: int
-    text: str
-    n_tokens: int = 0
-    cut: bool = False
-
-    def block(self) -> str:
-        return f"\n=== {self.path} ===\n{self.text}"
-
-    def report(self) -> dict[str, Any]:
-        return {"path": self.path, "n_bytes": self.n_bytes, "n_tokens": self.n_tokens, "cut": self.cut}
 
 
 @dataclass
@@ -110,12 +107,26 @@ class Restored:
 
 @dataclass
 class Prefix:
-    """The stable part of the prompt."""
+    """The stable part of the prompt: the assembled files, and what became of each."""
 
     folder: Path
     text: str
-    taken: list[SourceFile]
-    left_out: list[str]
+    admission: Admission
+    n_bytes: dict[str, int]
+    cut: bool
+
+    def report(self) -> dict[str, Any]:
+        rows = self.admission.explanation.rows
+        files = [
+            {"path": row.name, "n_bytes": self.n_bytes[row.name or ""], "n_tokens": row.tokens, "cut": self.cut}
+            for row in rows
+            if row.what != "dropped"
+        ]
+        left_out = [row.name for row in rows if row.what == "dropped"]
+        return {"folder": os.fspath(self.folder), "files": files, "left_out": sorted(left_out, key=self.size)}
+
+    def size(self, name: str | None) -> tuple[int, str]:
+        return self.n_bytes[name or ""], name or ""
 
 
 def run(console: Console, repo: Path | None, model_path: Path | None, json_path: Path | None) -> None:
@@ -163,11 +174,7 @@ def run(console: Console, repo: Path | None, model_path: Path | None, json_path:
                 },
                 "build": build_info(),
                 "n_ctx": n_ctx,
-                "prefix": {
-                    "folder": os.fspath(prefix.folder),
-                    "files": [file.report() for file in prefix.taken],
-                    "left_out": prefix.left_out,
-                },
+                "prefix": prefix.report(),
                 "turns": [asdict(turn) for turn in turns],
                 "cold": asdict(cold),
                 "comparison": {
@@ -194,41 +201,37 @@ def context_size(model: Model) -> int:
 def read_prefix(model: Model, template: ChatTemplate, repo: Path | None, n_tokens: int) -> Prefix:
     """As many files as fit into n_tokens, the smallest first; in the prompt they stand in the order of their paths."""
     folder, suffixes = (Path(__file__).parent, OWN_SUFFIXES) if repo is None else (repo, SUFFIXES)
-    files = sorted(source_files(folder, suffixes), key=lambda file: (file.n_bytes, file.path))
+    ignore = () if repo is None else GENERATED  # nothing in our own folder is generated
+    files = read_folder(folder, suffixes=suffixes, max_file_bytes=MAX_FILE_BYTES, ignore=ignore)
     if not files:
         raise InvalidArgumentError(f"{folder} holds no source files")
-    n_left = n_tokens - len(prompt_tokens(model, template, [{"role": "user", "content": INSTRUCTION}]))
-    taken: list[SourceFile] = []
-    for file in files:
-        tokens = model.tokenize(file.block(), add_special=False, parse_special=False)
-        file.n_tokens = min(len(tokens), n_left)
-        if len(tokens) > n_left:
-            if taken:
-                break
-            file.cut = True
-            n_shown = len(model.detokenize(tokens[:n_left]).decode("utf-8", "ignore"))
-            file.text = file.text[: max(0, n_shown - (len(file.block()) - len(file.text)))]
-        taken.append(file)
-        n_left -= file.n_tokens
-    text = INSTRUCTION + "".join(file.block() for file in sorted(taken, key=lambda file: file.path))
-    return Prefix(folder, text, taken, [file.path for file in files[len(taken) :]])
+    n_bytes = {file.name or "": len(file.content.encode()) for file in files}
+    # Of files, admission keeps the last ones of a list longest.
+    files.sort(key=lambda file: (-n_bytes[file.name or ""], file.name))
+
+    def count(block: str) -> int:
+        """After a newline, as blocks stand."""
+        after = model.tokenize("\n" + block, add_special=False, parse_special=False)
+        return len(after) - len(model.tokenize("\n", add_special=False, parse_special=False))
+
+    budget = n_tokens - len(prompt_tokens(model, template, [{"role": "user", "content": INSTRUCTION}]))
+    counter = TokenCounter(count)
+    admission = admit(files, budget, counter)
+    cut = not admission.kept
+    if cut:
+        admission = admit([beginning(files[-1], budget, counter)], budget, counter)
+    text = INSTRUCTION + assemble_context(admission.kept).stable_text
+    return Prefix(folder, text, admission, n_bytes, cut)
 
 
-def source_files(folder: Path, suffixes: frozenset[str]) -> Iterator[SourceFile]:
-    """Text files of these suffixes, but for links, hidden and generated folders, and whatever cannot be read."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
-        for name in names:
-            path = Path(parent, name)
-            if path.suffix.lower() not in suffixes or name.startswith("."):
-                continue
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                found = path.lstat()
-                if stat.S_ISREG(found.st_mode) and 0 < found.st_size <= MAX_FILE_BYTES:
-                    text = path.read_text(encoding="utf-8")
-                    if "\0" not in text:
-                        relative = os.fsencode(path.relative_to(folder).as_posix()).decode("utf-8", "replace")
-                        yield SourceFile(relative, found.st_size, text)
+def beginning(file: Segment, budget: int, count: Callable[[str], int]) -> Segment:
+    """As much of a file as fits, by halving what is too much."""
+    low, high = 0, len(file.content)
+    while high - low > max(1, len(file.content) // 1000):
+        middle = (low + high) // 2
+        fits = count(Segment(file.kind, file.content[:middle], file.name).block) <= budget
+        low, high = (middle, high) if fits else (low, middle)
+    return Segment(file.kind, file.content[:low], file.name)
 
 
 def prompt_tokens(model: Model, template: ChatTemplate, messages: list[dict[str, str]]) -> list[int]:
@@ -379,17 +382,11 @@ def say(console: Console, text: str, *, style: str | None = None, end: str = "\n
 
 
 def say_prefix(console: Console, prefix: Prefix) -> None:
-    n_tokens = sum(file.n_tokens for file in prefix.taken)
-    say(console, f"files   {prefix.folder}: {len(prefix.taken)} files, {n_tokens:,} tokens")
-    for file in sorted(prefix.taken, key=lambda file: file.path):
-        say(console, f"        {file.n_tokens:>5,}  {file.path}{' (its beginning)' if file.cut else ''}", style="dim")
-    if prefix.left_out:
-        say(
-            console,
-            f"        left out, too large for {PREFIX_TOKENS:,} tokens: {', '.join(prefix.left_out[:4])}"
-            + (f" and {len(prefix.left_out) - 4} more" if len(prefix.left_out) > 4 else ""),
-            style="dim",
-        )
+    say(console, f"files   {prefix.folder}" + (" (the beginning of one)" if prefix.cut else ""))
+    lines = str(prefix.admission.explanation).splitlines()
+    if len(lines) > MAX_TABLE_LINES:
+        lines = [line for line in lines if " dropped " not in line]
+    say(console, "\n".join(f"        {line}" for line in lines), style="dim")
 
 
 def say_comparison(console: Console, warm: Turn, cold: Turn) -> None:
