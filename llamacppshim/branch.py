@@ -111,7 +111,7 @@ def _configs(
     sessions: Sequence[Session], config: DecodeConfig | Sequence[DecodeConfig] | None, overrides: dict[str, Any]
 ) -> list[DecodeConfig]:
     if config is None or isinstance(config, DecodeConfig):
-        return [configured(DecodeConfig, config, overrides)] * len(sessions)
+        return [configured(DecodeConfig, config or sessions[0].runtime.sampling, overrides)] * len(sessions)
     if len(config) != len(sessions):
         raise InvalidArgumentError(
             f"{len(config)} configurations for {len(sessions)} sessions",

@@ -134,7 +134,7 @@ class Chatter:
                 run.append(data)
         flush()
         tokens = ledger.copy()
-        if model.add_bos and model.bos is not None and not (len(tokens) and tokens[0] == model.bos):
+        if self.runtime.add_bos and model.bos is not None and not (len(tokens) and tokens[0] == model.bos):
             tokens = np.concatenate([np.array([model.bos], dtype=np.int32), tokens])
             starts = [start + 1 if start else 0 for start in starts]
         return Prompt(tokens, tuple(starts), tuple(owners), rendered)
@@ -229,7 +229,7 @@ def chat(
     messages: Messages,
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
-    prompt_format: str = "model",
+    prompt_format: str | None = None,
     template: Mapping[str, Any] | None = None,
     config: DecodeConfig | None = None,
     timeout_s: float | None = None,
@@ -237,8 +237,9 @@ def chat(
     **overrides: Any,
 ) -> Reply:
     """See `Session.chat`."""
+    prompt_format = session.runtime.prompt_format if prompt_format is None else prompt_format
     require_format(prompt_format)
-    chosen: DecodeConfig = configured(DecodeConfig, config, overrides)
+    chosen: DecodeConfig = configured(DecodeConfig, config or session.runtime.sampling, overrides)
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidArgumentError("messages must be a sequence of at least one message", field="messages")
     chatter = session.runtime.chatter

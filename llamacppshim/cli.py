@@ -13,10 +13,11 @@ try:
 except ImportError:
     sys.exit("llamacppshim: the command line needs its extra: pip install 'llamacppshim[cli]'")
 
-from llamacppshim import snapshot_cli
+from llamacppshim import profile_cli, snapshot_cli
 from llamacppshim.errors import LlamaCppShimError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(profile_cli.app, name="profile")
 app.add_typer(snapshot_cli.app, name="snapshot")
 
 

@@ -15,11 +15,11 @@ import msgspec
 
 from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
 from llamacppshim.errors import InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError
+from llamacppshim.formats import FORMATS
 from llamacppshim.manifest import digest_of
 
 PROFILE_NAME = "llamacppshim.json"
 MAX_PROFILE_BYTES = 1 << 20
-FORMATS = ("model", "chatml", "llama3", "raw")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NOT_IN_A_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")

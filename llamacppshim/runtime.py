@@ -10,13 +10,14 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from llamacppshim._native import Adapter, Batch, Context, Model, build_info
-from llamacppshim.config import RuntimeConfig
+from llamacppshim.config import DecodeConfig, RuntimeConfig
 from llamacppshim.digests import known_digest
 from llamacppshim.errors import (
     ClosedError,
@@ -26,12 +27,14 @@ from llamacppshim.errors import (
     InvalidArgumentError,
     InvalidBatchError,
     LlamaCppShimError,
+    ManifestMismatchError,
     NoKVSlotError,
     SessionUnavailableError,
     UnsupportedFeatureError,
 )
 from llamacppshim.ledger import Tokens
 from llamacppshim.manifest import Identity, digest_of, hash_bytes
+from llamacppshim.profile import Profile
 from llamacppshim.reuse import MemoryKind
 from llamacppshim.sequence import Cells, ResidentSequence, Stop
 from llamacppshim.store import SnapshotStore
@@ -121,6 +124,7 @@ class Runtime:
         self.n_ctx_seq = self.context.n_ctx_seq
         self.n_ubatch = self.context.n_ubatch
         self.tokenizer = Tokenizer(model)
+        self.profile: Profile | None = None
         self.store = store if store is None or isinstance(store, SnapshotStore) else SnapshotStore(store)
         self.speed = Speed()
 
@@ -185,6 +189,70 @@ class Runtime:
         except BaseException:
             loaded.close()
             raise
+
+    @classmethod
+    def from_profile(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        progress: Callable[[float], bool | None] | None = None,
+        store: SnapshotStore | str | os.PathLike[str] | None = None,
+        **overrides: Any,
+    ) -> Runtime:
+        """As `open`, with the model, the settings, the prompt format and the sampling of a `Profile`.
+
+        Parameters
+        ----------
+        path
+            The profile's file, or its folder.
+
+        Raises
+        ------
+        InvalidArgumentError   the profile, by the path of the field
+        ManifestMismatchError  the model or its template is not the one the profile was made for
+        """
+        file = Path(path)
+        folder = file if file.is_dir() else file.parent
+        profile = Profile.load(file)
+        config = configured(RuntimeConfig, profile.runtime_config(folder), overrides)
+        runtime = cls.open(profile.model_path(folder), config, progress=progress, store=store)
+        try:
+            runtime._take_profile(profile)
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime
+
+    def _take_profile(self, profile: Profile) -> None:
+        own = self._fixed
+        for field, expected, actual in (
+            ("model_digest", profile.model_digest, own.model_digest),
+            ("template_digest", profile.prompt.template_digest, own.template_digest),
+        ):
+            if expected is not None and expected != actual:
+                raise ManifestMismatchError(field=field, expected=expected, actual=actual)
+        self.profile = profile
+        self._fixed = msgspec.structs.replace(
+            own,
+            profile_id=profile.profile_id,
+            prompt_format=profile.prompt.format,
+            add_bos=own.add_bos if profile.prompt.add_bos is None else profile.prompt.add_bos,
+        )
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether a text begins with BOS: as the profile says, else the model."""
+        return self._fixed.add_bos
+
+    @property
+    def sampling(self) -> DecodeConfig:
+        """What a decode is told that is told nothing: as the profile says."""
+        return DecodeConfig() if self.profile is None else self.profile.decode_config()
+
+    @property
+    def prompt_format(self) -> str:
+        """Of chats that do not name one."""
+        return "model" if self.profile is None else self.profile.prompt.format
 
     def _make_context(self) -> Context:
         if self.model.vocab_only:

@@ -302,7 +302,7 @@ class Session:
         DecodeError           of the context; the session goes on from what is proven
         GrammarError, InvalidArgumentError, OutOfRangeError  the configuration
         """
-        return Step(self, configured(DecodeConfig, config, overrides)).chunks()
+        return Step(self, configured(DecodeConfig, config or self.runtime.sampling, overrides)).chunks()
 
     def collect(self, config: DecodeConfig | None = None, **overrides: Any) -> Completion:
         """The whole answer of `decode`."""
@@ -332,7 +332,7 @@ class Session:
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
-        prompt_format: str = "model",
+        prompt_format: str | None = None,
         template: Mapping[str, Any] | None = None,
         config: DecodeConfig | None = None,
         timeout_s: float | None = None,
@@ -349,7 +349,8 @@ class Session:
         messages, tools
             As `ChatTemplate.render` takes them: the whole conversation, each time.
         prompt_format
-            ``model`` (the model's own template), ``chatml``, ``llama3`` or ``raw``.
+            ``model`` (the model's own template), ``chatml``, ``llama3`` or ``raw``; None: as the profile says, else the
+            model's.
         template
             What the template is told besides: ``enable_thinking``, ``tool_choice``, variables of its own.
         config
@@ -772,7 +773,7 @@ class Session:
         tokens, starts = self.runtime.tokenizer.segments(texts, parse_special)
         n_bos = 0
         bos = self.runtime.model.bos
-        if self.runtime.model.add_bos and bos is not None and not (len(tokens) and tokens[0] == bos):
+        if self.runtime.add_bos and bos is not None and not (len(tokens) and tokens[0] == bos):
             tokens = np.concatenate([np.array([bos], dtype=np.int32), tokens])
             n_bos = 1
         prefix = Prefix(key, b"".join(texts), tokens, n_bos)

@@ -30,7 +30,7 @@ PURE = {
     "text": {"errors", "ledger", "reuse"},
     "memory": {"errors", "config", "reuse", "models"},
     "assemble": {"errors", "ledger", "manifest"},
-    "profile": {"errors", "config", "manifest"},
+    "profile": {"errors", "config", "formats", "manifest"},
     "formats": {"errors"},
     "prompt": {"errors", "assemble", "ledger", "manifest"},
     "snapshot": {"errors", "config", "manifest", "checkpoints", "ledger"},
@@ -49,8 +49,11 @@ LIVE = {
     "chat": BELOW_RUNTIME | {"sequence", "runtime"},
     "demo": BELOW_RUNTIME | {"runtime", "session", "chat", "__init__"},
     "manager": BELOW_RUNTIME | {"runtime", "session", "branch", "chat"},
+    "tuning": BELOW_RUNTIME,
+    "profile_cli": BELOW_RUNTIME | {"runtime", "demo", "tuning"},
     "snapshot_cli": BELOW_RUNTIME | {"runtime", "demo"},
-    "cli": BELOW_RUNTIME | {"runtime", "session", "branch", "chat", "manager", "demo", "snapshot_cli", "__init__"},
+    "cli": BELOW_RUNTIME
+    | {"runtime", "session", "branch", "chat", "manager", "demo", "profile_cli", "snapshot_cli", "__init__"},
     "__main__": {"__init__", "cli"},
 }
 ALLOWED = {**PURE, **LIVE}

@@ -184,7 +184,7 @@ def test_without_checkpoints_what_cannot_be_cut_is_read_again(models: dict[str, 
 
 
 def test_an_assembled_context_is_a_prefix_with_its_kinds(models: dict[str, Model]) -> None:
-    segments = [Segment("user_turn", "Hello?"), Segment("pinned_file", "x = 1\n", "b.py"), Segment("system", "Be brief.")]
+    segments = [Segment("user_turn", "Hi?"), Segment("pinned_file", "x = 1\n", "b.py"), Segment("system", "Be brief.")]
     assembled = assemble_context(segments)
     with open_runtime(models, "spm") as runtime, runtime.session() as session:
         status = session.ensure_prefix(assembled)
