@@ -16,6 +16,7 @@ from llamacppshim.errors import InvalidArgumentError, OutOfRangeError
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 Reuse = Literal["token", "bitwise"]
 Seam = Literal["refuse", "reread"]
+Overflow = Literal["error", "evict"]
 
 _SPLIT_MODES = ("none", "layer", "row", "tensor")
 _FLASH_ATTN = ("auto", "on", "off")
@@ -105,6 +106,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seam
         Where the tokens of prefix and suffix would merge: ``refuse`` with TokenMismatchError, or ``reread`` the prefix
         from the token before.
+    on_overflow
+        What a live session does that outgrows its context: ``error``; or ``evict`` its middle, where the memory can
+        shift positions. The prefix, the first ``n_sink`` and the last ``n_recent`` tokens (None: a quarter of the
+        context) stay. Exactness is lost from then on, and said so.
     max_checkpoints, checkpoint_bytes, checkpoint_every
         For memories that cannot be cut: how many states one session keeps, within how many bytes, and after how many
         tokens of a long prefill one is taken. 0 checkpoints: none.
@@ -148,6 +153,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     reuse: Reuse = "token"
     seam: Seam = "refuse"
+    on_overflow: Overflow = "error"
+    n_sink: int = 4
+    n_recent: int | None = None
     max_checkpoints: int = 16
     checkpoint_bytes: int = 256 << 20
     checkpoint_every: int = 1024
@@ -191,6 +199,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise _refuse("chat_template", self.chat_template, "a text or None")
         _choice("reuse", self.reuse, get_args(Reuse))
         _choice("seam", self.seam, get_args(Seam))
+        _choice("on_overflow", self.on_overflow, get_args(Overflow))
+        _int("n_sink", self.n_sink, 0, _UINT32_MAX)
+        _int("n_recent", self.n_recent, 1, _UINT32_MAX, none=True)
         _int("max_checkpoints", self.max_checkpoints, 0, 1 << 20)
         _int("checkpoint_bytes", self.checkpoint_bytes, 0, 1 << 62)
         _int("checkpoint_every", self.checkpoint_every, 1, 1 << 31)

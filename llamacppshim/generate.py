@@ -30,6 +30,11 @@ class Answer:
         copy.stream.resume(self.stream.pending())
         return copy
 
+    def moved(self, n_pinned: int, n_gone: int) -> None:
+        """So many tokens were dropped from behind the pinned ones."""
+        self.begin = max(min(self.begin, n_pinned), self.begin - n_gone)
+        self.end -= n_gone
+
     def goes_on_with(self, config: DecodeConfig) -> bool:
         return self.config.sampling() == config.sampling() and self.config.stop == config.stop
 
@@ -77,6 +82,8 @@ class Step:
         config, session = self._config, self.session
         if config.max_tokens is not None and self._n_done >= config.max_tokens:
             return self._last("length")
+        if len(session.holding.target) >= session.runtime.n_ctx_seq:
+            session.make_room(1)  # or the next token is the last
         if session.holding.is_overfull:
             return self._last("context_full")
         if session.sequence.stop.requested or self.left_s == 0.0:

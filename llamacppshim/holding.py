@@ -169,6 +169,32 @@ class Holding:
             counters.prefill_s += seconds
             self.runtime.speed.has_read(n, seconds)
 
+    # Room.
+
+    def evict(self, n_pinned: int, n_needed: int) -> int:
+        """Makes room for so many more tokens, where the configuration and the memory allow it: how many were dropped
+        from behind the pinned ones; 0 where that would not do.
+
+        At least half of what may go goes at once, since moving the rest costs a pass over its cells.
+        """
+        config, held = self.runtime.config, self.sequence
+        if config.on_overflow != "evict" or not self._in_step() or not held.can_evict:
+            return 0
+        begin = max(n_pinned, config.n_sink)
+        n_recent = self.runtime.n_ctx_seq // 4 if config.n_recent is None else config.n_recent
+        n_must_go = n_needed - (self.runtime.n_ctx_seq - len(self.target))
+        n_may_go = len(held) - n_recent - begin
+        if n_may_go < max(n_must_go, 1):
+            return 0
+        n_gone = max(n_must_go, n_may_go // 2, 1)
+        pending = self.target.tokens[len(held) :].copy()
+        n_prompt = self.n_prompt if self.n_prompt <= begin else max(begin, self.n_prompt - n_gone)
+        held.evict(begin, begin + n_gone)
+        self.target.replace(held.ledger.tokens, keep=0)
+        self.target.extend(pending)
+        self.n_prompt = n_prompt
+        return n_gone
+
     # Where checkpoints are taken on the way.
 
     def prefix_marks(self, begin: int) -> Sequence[int]:

@@ -75,6 +75,7 @@ class ContextReport(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[int, ...] = ()
     checkpoint_bytes: int = 0
     branch_bytes: int = 0
+    evicted_tokens: int = 0
     work: Work
 
     def __str__(self) -> str:
@@ -92,6 +93,8 @@ class ContextReport(msgspec.Struct, frozen=True, kw_only=True):
                 else "the last bits may differ from a cold run's"
             ),
         ]
+        if self.evicted_tokens:
+            lines.append(f"evicted    {self.evicted_tokens:,} tokens behind the prefix; the rest was read with them")
         if self.plan is not None:
             lines.append(f"reused     {self.plan.reuse_tokens:,} tokens ({self.plan.source}): {self.plan.reason}")
         for segment in self.manifest.segments if self.manifest is not None else ():

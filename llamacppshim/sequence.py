@@ -87,6 +87,10 @@ class Cells:
     def __init__(self) -> None:
         self._runs: list[tuple[int, int, object]] = []  # begin, end, owner
 
+    @property
+    def shared(self) -> bool:
+        return bool(self._runs)
+
     def share(self, other: Cells, n: int) -> None:
         """The first n cells are the other's from now on. What neither owned with anyone is theirs together."""
         begin = other._runs[-1][1] if other._runs else 0
@@ -125,6 +129,8 @@ class ResidentSequence:
         self._lost_masked = False  # a state leaves out what the window no longer shows, even of a full cache
         self._n_grid = 0
         self._whole = -1
+        self._n_true: int | None = None  # tokens before the place where some were evicted
+        self.evicted_tokens = 0
         self._row_at = -1  # length of the ledger whose last row is at hand
         self.row_index = -1  # of that row in the context
         self._row: NDArray[np.float32] | None = None  # a copy, where the context holds another's row
@@ -175,6 +181,7 @@ class ResidentSequence:
             if self.checkpoints.make_room(one.position, one.nbytes):
                 self.checkpoints.add(one)
         self._layout, self._lost_masked = other._layout, other._lost_masked
+        self._n_true, self.evicted_tokens = other._n_true, other.evicted_tokens
         self._n_grid, self._whole = other._n_grid, other._whole
         if other.has_row:
             self._row, self._row_at = other.row(), len(self.ledger)
@@ -236,6 +243,8 @@ class ResidentSequence:
 
     def _plan(self, wanted: Tokens, limit: int) -> ReusePlan:
         bitwise = self.runtime.config.reuse == "bitwise"
+        if self._n_true is not None:
+            limit = min(limit, self._n_true)
         positions = self.checkpoints.positions()
         return plan(self.ledger.tokens, wanted, self.facts(), positions, limit=limit, bitwise=bitwise)
 
@@ -268,6 +277,8 @@ class ResidentSequence:
         self.suspect = False
         self._layout = True
         self._lost_masked = False
+        self._n_true = None
+        self.evicted_tokens = 0
         self._n_grid = 0
         self._whole = -1
         self._drop_row()
@@ -306,6 +317,9 @@ class ResidentSequence:
         n_ubatch = self.runtime.n_ubatch
         if n < len(self.ledger):
             self._drop_row()
+        if self._n_true is not None and n <= self._n_true:
+            self._n_true = None
+            self.evicted_tokens = 0
         self.ledger.truncate(n)
         self.checkpoints.forget_after(n)
         self._n_grid = min(self._n_grid, n // n_ubatch * n_ubatch)
@@ -316,6 +330,34 @@ class ResidentSequence:
         at = self.checkpoints.at(n)
         if self._row_at < 0 and at is not None and at.row is not None:
             self._row, self._row_at = at.row, n
+
+    @property
+    def can_evict(self) -> bool:
+        """Whether positions can be moved: not of a recurrent part, which is said to shift but forgets nothing, and not
+        where branches share the cells, whose positions would move too."""
+        context = self.runtime.context
+        if self.runtime.is_recurrent:
+            return False
+        return context.can_shift and context.type_k in ("f32", "f16", "bf16") and not self.cells.shared
+
+    def evict(self, begin: int, end: int) -> None:
+        """Drops what is held from `begin` to `end`, and moves what follows there. What was computed with the dropped
+        tokens in sight stays as it is: from `begin` on, this is no prompt's cells any more."""
+        with self.runtime.turns:
+            context = self.runtime.context
+            context.seq_rm(self.seq_id, begin, end)
+            context.seq_add(self.seq_id, end, -1, begin - end)
+            rest = self.ledger.tokens[end:].copy()
+            had_row = self.has_row
+            self.ledger.replace(rest, keep=begin)
+            self.checkpoints.forget_after(begin)
+            self._n_true = begin if self._n_true is None else min(self._n_true, begin)
+            self._layout = False
+            self._n_grid = min(self._n_grid, begin // self.runtime.n_ubatch * self.runtime.n_ubatch)
+            self._whole = -1
+            if had_row:
+                self._row_at = len(self.ledger)
+            self.evicted_tokens += end - begin
 
     # Reading.
 

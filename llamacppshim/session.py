@@ -260,6 +260,8 @@ class Session:
         n_back, tokens = self._suffix_tokens(prompt, parse_special)
         begin = at - n_back
         n = begin + len(tokens)
+        if append and n_back == 0 and n > self.runtime.n_ctx_seq and (n_gone := self.make_room(len(tokens))):
+            at, begin, n = at - n_gone, begin - n_gone, n - n_gone
         if n > self.runtime.n_ctx_seq:
             raise ContextOverflowError(
                 stage="suffix", resident_tokens=at, additional_tokens=n - at, num_ctx=self.runtime.n_ctx_seq
@@ -273,6 +275,13 @@ class Session:
         self.holding.replace(tokens, keep=begin)
         self._stage = "suffix"
         return suffix
+
+    def make_room(self, n_tokens: int) -> int:
+        """Drops tokens from behind the prefix, if that is allowed and enough; how many. Entered."""
+        n_gone = self.holding.evict(self._n_prefix, n_tokens)
+        if n_gone and self._answer is not None:
+            self._answer.moved(self._n_prefix, n_gone)
+        return n_gone
 
     def undo_suffix(self, suffix: Suffix) -> None:
         """As if `begin_suffix` had not been. Entered."""
@@ -442,13 +451,18 @@ class Session:
 
         Raises
         ------
-        ManifestMismatchError  no prefix, or one of another identity
+        ManifestMismatchError    no prefix, or one of another identity
+        UnsupportedFeatureError  tokens were evicted from its middle
         """
         with self.entered():
             if self._prefix is None:
                 raise ManifestMismatchError("there is no prefix: call ensure_prefix first", field="prefix")
             self._require_same_identity()
             self.holding.align()
+            if self.sequence.evicted_tokens:
+                raise UnsupportedFeatureError(
+                    "a session that has lost its middle is no prompt's state, and is not saved", feature="snapshot"
+                )
             return saving.take(self, self._prefix)
 
     def restore(self, snapshot: Snapshot) -> ReusePlan:
@@ -624,6 +638,7 @@ class Session:
             checkpoints=tuple(one.position for one in list(checkpoints.taken)) if is_open else (),
             checkpoint_bytes=checkpoints.nbytes if is_open else 0,
             branch_bytes=self._branch_bytes if is_open else 0,
+            evicted_tokens=held.evicted_tokens if is_open else 0,
             work=Work(
                 prefill_tokens=counters.prefill_tokens,
                 prefill_s=counters.prefill_s,
