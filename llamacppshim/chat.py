@@ -8,7 +8,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from llamacppshim.session import Session
 
 RENDERED_MAX = 16
+KNOWN_MAX = 4096
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation as tokens: at which token each part begins, and which message it came from (-1: the format)."""
+    """A conversation as tokens, and at which token each of its parts begins."""
 
     tokens: Tokens
     starts: tuple[int, ...]
-    messages: tuple[int, ...]
+    parts: tuple[tuple[str, bool], ...]
     rendered: Rendered | None
 
 
@@ -48,6 +49,7 @@ class Chatter:
         self._template: ChatTemplate | None = None
         self._rendered: OrderedDict[bytes, Rendered] = OrderedDict()
         self._is_plain: dict[bytes, bool] = {}
+        self._special_counts: dict[bytes, int] = {}
         self._is_control: dict[int, bool] = {}
 
     @property
@@ -104,12 +106,9 @@ class Chatter:
 
     # Tokens.
 
-    def prompt(
-        self, parts: Parts, messages: Messages, replies: Mapping[str, Tokens], rendered: Rendered | None
-    ) -> Prompt:
+    def prompt(self, parts: Parts, replies: Mapping[str, Tokens], rendered: Rendered | None) -> Prompt:
         """The parts as tokens. Special tokens are only where the format itself wrote them, and BOS is there once."""
         parts = _merged(parts)
-        owners = _owners(parts, messages)
         ledger = Ledger()
         starts: list[int] = []
         model = self.runtime.model
@@ -137,7 +136,7 @@ class Chatter:
         if self.runtime.add_bos and model.bos is not None and not (len(tokens) and tokens[0] == model.bos):
             tokens = np.concatenate([np.array([model.bos], dtype=np.int32), tokens])
             starts = [start + 1 if start else 0 for start in starts]
-        return Prompt(tokens, tuple(starts), tuple(owners), rendered)
+        return Prompt(tokens, tuple(starts), tuple(parts), rendered)
 
     def _append(self, ledger: Ledger, starts: list[int], run: list[bytes]) -> None:
         """A run of parts, in which special tokens stand where the format wrote them, and nowhere else."""
@@ -148,7 +147,7 @@ class Chatter:
                 ledger.extend(tokenizer.after(ledger.tokens, data, True))
             return
         tokens, places = tokenizer.joined(run, True)
-        expected = sum(self._n_special(tokenizer.plain_cached(data, True)) for data in run)
+        expected = sum(self._n_special_of(data) for data in run)
         if self._n_special(tokens) == expected:
             starts += places
             ledger.extend(tokens)
@@ -164,9 +163,14 @@ class Chatter:
         if found is None:
             tokenizer = self.runtime.tokenizer
             found = np.array_equal(tokenizer.plain_cached(data, True), tokenizer.plain_cached(data, False))
-            if len(self._is_plain) > 4096:
-                self._is_plain.clear()
-            self._is_plain[data] = found
+            _bounded(self._is_plain)[data] = found
+        return found
+
+    def _n_special_of(self, data: bytes) -> int:
+        found = self._special_counts.get(data)
+        if found is None:
+            found = self._n_special(self.runtime.tokenizer.plain_cached(data, True))
+            _bounded(self._special_counts)[data] = found
         return found
 
     def _n_special(self, tokens: Tokens) -> int:
@@ -254,11 +258,21 @@ def chat(
         if values:
             raise UnsupportedFeatureError(f"format {prompt_format} has no template to be told that", feature="template")
         rendered, parts = None, written(prompt_format, messages)
-    prompt = chatter.prompt(parts, messages, session.replies, rendered)
+    prompt = chatter.prompt(parts, session.replies, rendered)
     status = session.ensure_prefix(prompt.tokens, timeout_s=timeout_s, progress=progress)
     status = msgspec.structs.replace(status, plan=_with_drift(status.plan, prompt, messages))
     session.tell(status.plan)
     return Reply(session, chatter, prompt, status, chosen)
+
+
+_Known = TypeVar("_Known", bound=dict[bytes, Any])
+
+
+def _bounded(known: _Known) -> _Known:
+    """What is known of texts; forgotten now and then."""
+    if len(known) >= KNOWN_MAX:
+        known.clear()
+    return known
 
 
 def _merged(parts: Parts) -> Parts:
@@ -274,7 +288,7 @@ def _merged(parts: Parts) -> Parts:
     return found
 
 
-def _owners(parts: Parts, messages: Messages) -> list[int]:
+def _owners(parts: Sequence[tuple[str, bool]], messages: Messages) -> list[int]:
     """The message that each part came from, as far as its text tells; -1 for what the format wrote."""
     owners: list[int] = []
     at = 0
@@ -297,7 +311,8 @@ def _with_drift(plan: Any, prompt: Prompt, messages: Messages) -> Any:
     if difference is None:
         return plan
     place = max((i for i, start in enumerate(prompt.starts) if start <= difference.position), default=-1)
-    owner = next((prompt.messages[i] for i in range(place, -1, -1) if prompt.messages[i] >= 0), -1)
+    owners = _owners(prompt.parts, messages)
+    owner = next((owners[i] for i in range(place, -1, -1) if owners[i] >= 0), -1)
     where = "before the first message"
     if owner >= 0:
         where = f"in or after messages[{owner}] ({messages[owner].get('role')})"

@@ -90,7 +90,7 @@ class Tokenizer:
             starts.append(len(ledger))
             begin, end = end, end + len(text)
             for piece_begin, piece_end in _pieces(whole, begin, end):
-                joint = self._follow(whole[:piece_begin], ledger.tokens, whole[piece_begin:piece_end], parse_special)
+                joint = self._follow(whole, piece_begin, ledger.tokens, whole[piece_begin:piece_end], parse_special)
                 if joint.n_back and piece_begin == begin:
                     starts[-1] = self._boundary(ledger.tokens, joint)
                 ledger.replace(joint.tokens, keep=len(ledger) - joint.n_back)
@@ -114,7 +114,7 @@ class Tokenizer:
         """The tokens of `text` after `head`, whose own tokens are known."""
         if not text:
             return Joint(0, np.empty(0, dtype=np.int32))
-        return self._follow(head, head_tokens, text, parse_special)
+        return self._follow(head, len(head), head_tokens, text, parse_special)
 
     def after(self, tokens: Tokens, text: bytes, parse_special: bool) -> Tokens:
         """The tokens of `text` after tokens that stay as they are, generated ones for instance: no space of its own,
@@ -130,12 +130,12 @@ class Tokenizer:
                 return both[len(alone) :]
         return self.plain_cached(text, parse_special)
 
-    def _follow(self, head: bytes, head_tokens: Tokens, text: bytes, parse_special: bool) -> Joint:
+    def _follow(self, whole: bytes, end: int, head_tokens: Tokens, text: bytes, parse_special: bool) -> Joint:
+        """After the first `end` bytes of a text that is not copied for it."""
         n_tail = TAIL_BYTES
         while True:
-            tail = _tail(head, n_tail)
-            is_whole = len(tail) == len(head)
-            joint = self._joint(tail, text, parse_special, None if is_whole else head_tokens)
+            begin = _tail_begin(whole, end, n_tail)
+            joint = self._joint(whole[begin:end], text, parse_special, head_tokens if begin else None)
             if joint is not None:
                 return joint
             n_tail *= 8
@@ -173,18 +173,18 @@ def _size(key: _Key, found: tuple[Tokens, Tokens]) -> int:
     return len(key[0]) + len(key[1]) + found[0].nbytes + found[1].nbytes
 
 
-def _tail(head: bytes, n_bytes: int) -> bytes:
-    """At least so many last bytes, from the start of a line; all of them where there are no more."""
-    if len(head) <= n_bytes:
-        return head
-    latest = len(head) - n_bytes
+def _tail_begin(text: bytes, end: int, n_bytes: int) -> int:
+    """Where at least so many bytes before `end` begin, at the start of a line; 0 where there are no more."""
+    if end <= n_bytes:
+        return 0
+    latest = end - n_bytes
     earliest = max(0, latest - 8 * n_bytes)
-    starts = [match.end() for match in _LINE_START.finditer(head, earliest, latest + 1)]
+    starts = [match.end() for match in _LINE_START.finditer(text, earliest, latest + 1)]
     if starts:
-        return head[starts[-1] :]
-    while latest > 0 and head[latest] & 0xC0 == 0x80:  # not within a character
+        return starts[-1]
+    while latest > 0 and text[latest] & 0xC0 == 0x80:  # not within a character
         latest -= 1
-    return head[latest:]
+    return latest
 
 
 def _pieces(text: bytes, begin: int, end: int) -> list[tuple[int, int]]:
