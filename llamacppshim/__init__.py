@@ -33,7 +33,6 @@ from llamacppshim.assemble import (
     TokenCounter,
     admit,
     assemble_context,
-    read_folder,
 )
 from llamacppshim.branch import collect_many, decode_many, prefill_many
 from llamacppshim.chat import Reply
@@ -73,6 +72,7 @@ from llamacppshim.errors import (
     TokenMismatchError,
     UnsupportedFeatureError,
 )
+from llamacppshim.folders import read_folder
 from llamacppshim.manifest import ContextManifest, Identity, SegmentRecord
 from llamacppshim.profile import Profile, PromptConfig, ToolsConfig
 from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work

@@ -14,25 +14,18 @@ model's eyes only: a content that looks like one forges nothing, for positions c
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 
-from llamacppshim.errors import ContextOverflowError, InvalidArgumentError, UnsupportedFeatureError
+from llamacppshim.errors import ContextOverflowError, InvalidArgumentError
 from llamacppshim.ledger import Tokens
 from llamacppshim.manifest import SegmentRecord, hash_bytes, hash_tokens
-
-if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec
-
-    _Rules = tuple[str, GitIgnoreSpec]  # the folder that they are relative to, and the patterns
 
 StableKind = Literal["system", "tools", "repo_rules", "repo_map", "pinned_file", "task_summary"]
 VolatileKind = Literal["diff", "test_output", "log", "user_turn", "assistant_turn"]
@@ -45,18 +38,14 @@ Count = Callable[[str], int]
 #: The tokens of the joint text, and at which of them each text begins: `text.Tokenizer.segments` does it.
 Tokenize = Callable[[Sequence[bytes]], tuple[Tokens, Sequence[int]]]
 Verdict = tuple[Literal["pinned", "kept", "dropped"], str]
-#: Told (path relative to the folder, why it was left out).
-OnSkip = Callable[[str, str], None]
 
 #: Patterns of folders that tools write.
-GENERATED = ("__pycache__/", "build/", "dist/", "node_modules/", "target/", "venv/")
-MAX_FILE_BYTES = 1 << 20
 MAX_COUNTS = 1 << 16
 
 _ORDER = {kind: place for place, kind in enumerate((*STABLE_KINDS, *VOLATILE_KINDS))}
 _ORDER["assistant_turn"] = _ORDER["user_turn"]  # a conversation is one list
 _NUMBERS = ("tokens", "from")
-_NOT_IN_A_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+NOT_IN_A_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class Priority(IntEnum):
@@ -89,12 +78,12 @@ class Segment(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in _ORDER:
-            raise _refused("kind", self.kind, "one of " + " ".join((*STABLE_KINDS, *VOLATILE_KINDS)))
+            raise refused("kind", self.kind, "one of " + " ".join((*STABLE_KINDS, *VOLATILE_KINDS)))
         _utf8("content", self.content)
         if self.name is not None:
             _utf8("name", self.name)
-            if not self.name or _NOT_IN_A_LINE.search(self.name):
-                raise _refused("name", self.name, "None, or one line of text that is not empty")
+            if not self.name or NOT_IN_A_LINE.search(self.name):
+                raise refused("name", self.name, "None, or one line of text that is not empty")
 
     @property
     def stable(self) -> bool:
@@ -131,9 +120,9 @@ class ContextPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if self.budget is not None:
-            _require_int("budget", self.budget, 0)
+            require_int("budget", self.budget, 0)
         if self.block_size is not None:
-            _require_int("block_size", self.block_size, 1)
+            require_int("block_size", self.block_size, 1)
 
 
 class TokenCounter:
@@ -143,7 +132,7 @@ class TokenCounter:
     """
 
     def __init__(self, count: Count, max_counts: int = MAX_COUNTS) -> None:
-        _require_int("max_counts", max_counts, 1)
+        require_int("max_counts", max_counts, 1)
         self._count = count
         self._max_counts = max_counts
         self._lock = threading.Lock()
@@ -303,7 +292,7 @@ def admit(segments: Iterable[Segment], budget: int, count: Count) -> Admission:
     InvalidArgumentError  what is no segment, a budget below 0, or a count that is no number of tokens
     """
     given = _segments(segments)
-    _require_int("budget", budget, 0)
+    require_int("budget", budget, 0)
     n_tokens = _counted(count, [segment.block for segment in given])
     return _admission(given, n_tokens, _verdicts(given, n_tokens, budget), ContextPolicy(budget=budget))
 
@@ -331,14 +320,14 @@ def assemble_context(
     """
     policy = ContextPolicy() if policy is None else policy
     if not isinstance(policy, ContextPolicy):
-        raise _refused("policy", policy, "a ContextPolicy or None")
+        raise refused("policy", policy, "a ContextPolicy or None")
     ordered = sorted(_segments(segments), key=_place)
     blocks = [segment.block for segment in ordered]
     n_tokens = None if count is None else _counted(count, blocks)
     if policy.budget is None:
         verdicts = [_without_budget(segment) for segment in ordered]
     elif n_tokens is None:
-        raise _refused("count", count, "a counter of tokens where there is a budget")
+        raise refused("count", count, "a counter of tokens where there is a budget")
     else:
         verdicts = _verdicts(ordered, n_tokens, policy.budget)
     admission = _admission(ordered, n_tokens, verdicts, policy)
@@ -376,45 +365,6 @@ def assemble_context(
         stable_byte_hash=stable_hash.hexdigest(),
         explanation=admission.explanation,
     )
-
-
-def read_folder(
-    path: str | os.PathLike[str],
-    *,
-    suffixes: Iterable[str] | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    ignore: Iterable[str] = GENERATED,
-    on_skip: OnSkip | None = None,
-) -> list[Segment]:
-    """The text files below a folder as pinned_file segments, by path; the name is the path relative to the folder.
-
-    Left out are links, whatever begins with a dot, what the ``.gitignore`` files in and below the folder exclude, what
-    is no UTF-8 text or holds a NUL, empty and larger files, and those that cannot be read. Needs ``pathspec``.
-
-    Parameters
-    ----------
-    suffixes
-        ``{".py", ".c"}``: only files that end so, in whatever case. None: all.
-    max_file_bytes
-        Larger files are left out.
-    ignore
-        Patterns as in a ``.gitignore`` of the folder that comes before its own. Given ones replace the default.
-    on_skip
-        Told (path relative to the folder, why) of all that is left out; of a folder once, its path ending with "/".
-
-    Raises
-    ------
-    InvalidArgumentError     the path is no folder, or a parameter makes no sense
-    UnsupportedFeatureError  ``pathspec`` is not installed
-    OSError                  the folder itself cannot be read
-    """
-    root = Path(path)
-    if not root.is_dir():
-        raise InvalidArgumentError(f"{root} is not a folder", field="path", expected="a folder", actual=str(root))
-    _require_int("max_file_bytes", max_file_bytes, 0)
-    wanted = None if suffixes is None else tuple(suffix.lower() for suffix in _texts("suffixes", suffixes))
-    reader = _FolderReader(root, wanted, max_file_bytes, on_skip)
-    return sorted(reader.read(_texts("ignore", ignore)), key=_place)
 
 
 # Ordering and admission.
@@ -511,7 +461,7 @@ def _cells(row: Row, block_size: int | None) -> tuple[str, ...]:
 # Judging what is given.
 
 
-def _refused(field: str, value: object, expected: str) -> InvalidArgumentError:
+def refused(field: str, value: object, expected: str) -> InvalidArgumentError:
     shown = repr(value[:80] if isinstance(value, str) else value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return InvalidArgumentError(
@@ -519,14 +469,14 @@ def _refused(field: str, value: object, expected: str) -> InvalidArgumentError:
     )
 
 
-def _require_int(field: str, value: object, low: int) -> None:
+def require_int(field: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise _refused(field, value, f"an integer of at least {low}")
+        raise refused(field, value, f"an integer of at least {low}")
 
 
 def _utf8(field: str, text: object) -> bytes:
     if not isinstance(text, str):
-        raise _refused(field, text, "a text")
+        raise refused(field, text, "a text")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -539,148 +489,15 @@ def _segments(segments: Iterable[Segment]) -> list[Segment]:
     found = list(segments)
     for i, segment in enumerate(found):
         if not isinstance(segment, Segment):
-            raise _refused(f"segments[{i}]", segment, "a Segment")
+            raise refused(f"segments[{i}]", segment, "a Segment")
     return found
 
 
 def _counted(count: Count, blocks: Sequence[str]) -> list[int]:
     if not callable(count):
-        raise _refused("count", count, "a function of a text")
+        raise refused("count", count, "a function of a text")
     found = [count(block) for block in blocks]
     for n in found:
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise _refused("count", n, "a number of tokens from each call")
+            raise refused("count", n, "a number of tokens from each call")
     return found
-
-
-def _texts(field: str, values: Iterable[str]) -> list[str]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise _refused(field, values, "a sequence of texts")
-    found = list(values)
-    for i, text in enumerate(found):
-        if not isinstance(text, str):
-            raise _refused(f"{field}[{i}]", text, "a text")
-    return found
-
-
-# Folders.
-
-
-class _SkippedError(Exception):
-    """Why a file is left out."""
-
-
-class _FolderReader:
-    """One reading of a folder. Where patterns differ, the deeper ``.gitignore`` decides, as in git."""
-
-    def __init__(self, root: Path, suffixes: tuple[str, ...] | None, max_bytes: int, on_skip: OnSkip | None) -> None:
-        try:
-            from pathspec import GitIgnoreSpec
-        except ImportError:
-            raise UnsupportedFeatureError(
-                "reading a folder needs pathspec: pip install 'llamacppshim[cli]'", feature="read_folder"
-            ) from None
-        self._spec = GitIgnoreSpec
-        self._root = root
-        self._suffixes = suffixes
-        self._max_bytes = max_bytes
-        self._on_skip = on_skip
-
-    def read(self, ignore: Iterable[str]) -> Iterator[Segment]:
-        """In no order that means anything."""
-        folders: list[tuple[str, list[_Rules]]] = [("", [("", self._patterns(ignore))])]
-        while folders:
-            folder, rules = folders.pop()
-            try:
-                entries = sorted(os.scandir(self._root / folder), key=lambda entry: entry.name)
-            except OSError as error:
-                if not folder:
-                    raise
-                self._skip(folder, _reason(error))
-                continue
-            if any(entry.name == ".gitignore" and entry.is_file(follow_symlinks=False) for entry in entries):
-                rules = [*rules, (folder, self._patterns(self._gitignore(f"{folder}.gitignore")))]
-            for entry in entries:
-                is_folder = entry.is_dir(follow_symlinks=False)
-                name = f"{folder}{entry.name}{'/' if is_folder else ''}"
-                try:
-                    self._judge(entry, name, rules)
-                    if is_folder:
-                        folders.append((name, rules))
-                    else:
-                        yield Segment("pinned_file", self._content(name), name)
-                except _SkippedError as skipped:
-                    self._skip(name, str(skipped))
-
-    def _patterns(self, lines: Iterable[str]) -> GitIgnoreSpec:
-        """Without the lines that are none: git passes over them too."""
-        good = []
-        for line in lines:
-            try:
-                self._spec.from_lines([line])
-            except (ValueError, re.error):
-                continue
-            good.append(line)
-        return self._spec.from_lines(good)
-
-    def _gitignore(self, name: str) -> list[str]:
-        try:
-            return (self._root / name).read_bytes().decode("utf-8", "surrogateescape").splitlines()
-        except OSError as error:
-            self._skip(name, _reason(error))
-            return []
-
-    def _judge(self, entry: os.DirEntry[str], name: str, rules: Sequence[_Rules]) -> None:
-        """By everything but its content."""
-        if entry.is_symlink():
-            raise _SkippedError("a link")
-        if entry.name.startswith("."):
-            raise _SkippedError("hidden")
-        if not name.endswith("/"):
-            if not entry.is_file(follow_symlinks=False):
-                raise _SkippedError("not a regular file")
-            if self._suffixes is not None and not entry.name.lower().endswith(self._suffixes):
-                raise _SkippedError("another suffix")
-        for folder, patterns in reversed(rules):
-            ignored = patterns.check_file(name[len(folder) :]).include
-            if ignored is not None:
-                if ignored:
-                    raise _SkippedError("ignored")
-                return
-
-    def _content(self, name: str) -> str:
-        if _NOT_IN_A_LINE.search(name) or not _is_unicode(name):
-            raise _SkippedError("its name is not a line of UTF-8")
-        try:
-            with open(self._root / name, "rb") as file:
-                data = file.read(self._max_bytes + 1)
-        except OSError as error:
-            raise _SkippedError(_reason(error)) from None
-        if not data:
-            raise _SkippedError("empty")
-        if len(data) > self._max_bytes:
-            raise _SkippedError(f"over {self._max_bytes:,} bytes")
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            raise _SkippedError("not UTF-8") from None
-        if "\0" in text:
-            raise _SkippedError("binary")
-        return text
-
-    def _skip(self, name: str, why: str) -> None:
-        if self._on_skip is not None:
-            self._on_skip(os.fsencode(name).decode("utf-8", "replace"), why)
-
-
-def _is_unicode(name: str) -> bool:
-    """File names that are not UTF-8 come with lone surrogates."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _reason(error: OSError) -> str:
-    return f"cannot be read: {error.strerror or error}"

@@ -39,8 +39,8 @@ from llamacppshim import (
     collect_many,
     read_folder,
 )
-from llamacppshim.assemble import GENERATED
 from llamacppshim.errors import InternalError, InvalidArgumentError, UnsupportedFeatureError
+from llamacppshim.folders import GENERATED
 from llamacppshim.models import default_model
 
 SCHEMA_VERSION = 1

@@ -32,7 +32,7 @@ class Prefix:
         self.digest = ""
 
     def describe(self, manifest: ContextManifest) -> None:
-        if manifest is not self.manifest:
+        if manifest is not self.manifest or not self.digest:
             self.manifest = manifest
             self.digest = manifest.digest()
 

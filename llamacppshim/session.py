@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
 
 from llamacppshim import saving
 from llamacppshim._native import Sampler
@@ -32,15 +31,15 @@ from llamacppshim.errors import (
     SessionClosedError,
     SessionFatalError,
     SnapshotError,
-    TokenMismatchError,
     UnsupportedFeatureError,
 )
 from llamacppshim.formats import Messages
 from llamacppshim.generate import Answer, Step
 from llamacppshim.holding import Holding, Mark
 from llamacppshim.ledger import Tokens, as_tokens
-from llamacppshim.manifest import ContextManifest, Identity, SegmentRecord
-from llamacppshim.prompt import Prefix, Prompt, parts_of, segment_kinds, segment_records, utf8
+from llamacppshim.manifest import Identity
+from llamacppshim.prompt import Prefix, Prompt
+from llamacppshim.reading import PromptReader
 from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
 from llamacppshim.reuse import ReusePlan, common_prefix
 from llamacppshim.runtime import configured
@@ -61,6 +60,7 @@ class Session:
         self._pid = os.getpid()
         self.runtime = runtime
         self.holding = Holding(runtime, sequence)
+        self._prompts = PromptReader(runtime)
         self._busy = threading.Lock()
         self._owner = 0
         self._closing = False
@@ -113,7 +113,7 @@ class Session:
         """
         with self.entered(timeout_s):
             self._require_not_stopped()
-            prefix = self._tokenized(prompt, parse_special)
+            prefix = self._prompts.prefix(prompt, parse_special, self._prefix)
             n, n_before = len(prefix.tokens), len(self.sequence)
             drift = self._drift()
             if n > self.runtime.n_ctx_seq:
@@ -137,7 +137,7 @@ class Session:
                 self.holding.cut_to_held()
                 self._n_prefix, self._stage, self._prefix = len(self.sequence), "empty", None
                 raise
-            prefix.describe(self._manifest(prefix))
+            self._prompts.describe(prefix)
             self._n_prefix, self._stage, self._prefix = n, "prefix", prefix
             return PrefixStatus(
                 reused_tokens=plan.reuse_tokens,
@@ -193,7 +193,7 @@ class Session:
     def plan(self, prompt: Prompt, *, parse_special: bool = False) -> ReusePlan:
         """What `ensure_prefix` would keep for this prompt of what is live. Changes nothing."""
         with self.entered() as held:
-            prefix = self._tokenized(prompt, parse_special)
+            prefix = self._prompts.prefix(prompt, parse_special, self._prefix)
             if drift := self._drift():
                 return ReusePlan(reuse_tokens=0, source="none", reason=drift)
             return held.plan(prefix.tokens, len(prefix.tokens))
@@ -257,7 +257,8 @@ class Session:
         """The session is meant to hold it, and reads it later. Entered."""
         self._require_prefix(append, manifest_digest)
         at = len(self.holding.target)
-        n_back, tokens = self._suffix_tokens(prompt, parse_special)
+        is_next = at == self._n_prefix
+        n_back, tokens = self._prompts.suffix(prompt, parse_special, self._prefix if is_next else None, self.tokens)
         begin = at - n_back
         n = begin + len(tokens)
         if append and n_back == 0 and n > self.runtime.n_ctx_seq and (n_gone := self.make_room(len(tokens))):
@@ -602,7 +603,7 @@ class Session:
         text = None if snapshot.text is None else bytes(snapshot.text)
         self._prefix = Prefix(None, text, snapshot.tokens[: contents.n_prefix].copy(), contents.n_bos)
         self._prefix.manifest = contents.manifest
-        self._prefix.describe(self._manifest(self._prefix))
+        self._prompts.describe(self._prefix)
         self._identity, self._plan = self.runtime.identity(), plan
         if contents.answer is not None and sampler is not None:
             self._answer = Answer(contents.answer.config, sampler, contents.answer.begin, len(snapshot.tokens))
@@ -770,58 +771,6 @@ class Session:
             self._answer.sampler.close()
             self._answer = None
 
-    # Tokens.
-
-    def _tokenized(self, prompt: Prompt, parse_special: bool) -> Prefix:
-        kind, parts = parts_of(prompt)
-        if kind == "tokens":
-            tokens = as_tokens(parts)
-            self._require_vocabulary(tokens)
-            if self._prefix is not None and self._prefix.text is None and np.array_equal(tokens, self._prefix.tokens):
-                return self._prefix
-            return Prefix(None, None, tokens, 0)
-        kinds = segment_kinds(prompt, len(parts))
-        key = (tuple(parts), tuple(kinds), parse_special, kind)
-        if self._prefix is not None and self._prefix.key == key:
-            return self._prefix
-        texts = [utf8(part) for part in parts]
-        tokens, starts = self.runtime.tokenizer.segments(texts, parse_special)
-        n_bos = 0
-        bos = self.runtime.model.bos
-        if self.runtime.add_bos and bos is not None and not (len(tokens) and tokens[0] == bos):
-            tokens = np.concatenate([np.array([bos], dtype=np.int32), tokens])
-            n_bos = 1
-        prefix = Prefix(key, b"".join(texts), tokens, n_bos)
-        prefix.describe(self._manifest(prefix, texts, kinds, [start + n_bos if start else 0 for start in starts]))
-        return prefix
-
-    def _require_vocabulary(self, tokens: Tokens) -> None:
-        n_vocab = self.runtime.model.n_vocab
-        if len(tokens) and int(tokens.max()) >= n_vocab:
-            token = int(tokens.max())
-            raise OutOfRangeError(f"token {token} is outside 0..{n_vocab - 1}", field="token", actual=token)
-
-    def _suffix_tokens(self, prompt: Prompt, parse_special: bool) -> tuple[int, Tokens]:
-        """How many tokens before give way, and the ones to read."""
-        kind, parts = parts_of(prompt)
-        if kind == "tokens":
-            tokens = as_tokens(parts)
-            self._require_vocabulary(tokens)
-            return 0, tokens
-        text = b"".join(utf8(part) for part in parts)
-        prefix, target, tokenizer = self._prefix, self.holding.target, self.runtime.tokenizer
-        if prefix is None or prefix.text is None or len(target) != self._n_prefix:
-            return 0, tokenizer.after(target.tokens, text, parse_special)
-        joint = tokenizer.follow(prefix.text, prefix.tokens[prefix.n_bos :], text, parse_special)
-        if joint.n_back and self.runtime.config.seam == "refuse":
-            seam = len(prefix.tokens) - joint.n_back
-            raise TokenMismatchError(
-                f"a token of the joint text reaches over the seam: prefix token {seam} would be "
-                f"{int(joint.tokens[0]) if len(joint.tokens) else 'gone'}, is {int(prefix.tokens[seam])}; "
-                "end the prefix with one newline, or set seam to reread"
-            )
-        return joint.n_back, joint.tokens
-
     # Identity.
 
     def _drift(self) -> str:
@@ -856,31 +805,6 @@ class Session:
         if (field := self._identity.compatible(now)) is not None:
             expected, actual = getattr(self._identity, field), getattr(now, field)
             raise ManifestMismatchError(field=field, expected=expected, actual=actual)
-
-    def _manifest(
-        self,
-        prefix: Prefix,
-        texts: Sequence[bytes] = (),
-        kinds: Sequence[str] = (),
-        starts: Sequence[int] = (),
-    ) -> ContextManifest:
-        identity = self.runtime.identity()
-        segments: tuple[SegmentRecord, ...]
-        if prefix.manifest is not None:
-            if prefix.manifest.compatible(identity) is None:
-                return prefix.manifest
-            segments = prefix.manifest.segments
-        else:
-            segments = tuple(segment_records(texts, kinds, starts, prefix.tokens))
-        n_bytes = len(prefix.text or b"")
-        return ContextManifest(
-            **{name: getattr(identity, name) for name in Identity.__struct_fields__},
-            stable_bytes=n_bytes,
-            total_bytes=n_bytes,
-            stable_byte_hash=prefix.byte_hash,
-            stable_token_hash=prefix.token_hash,
-            segments=segments,
-        )
 
 
 class Suffix:

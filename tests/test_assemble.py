@@ -31,7 +31,6 @@ from llamacppshim.assemble import (
     TokenCounter,
     admit,
     assemble_context,
-    read_folder,
 )
 from llamacppshim.errors import (
     ContextOverflowError,
@@ -39,6 +38,7 @@ from llamacppshim.errors import (
     ManifestMismatchError,
     UnsupportedFeatureError,
 )
+from llamacppshim.folders import read_folder
 from llamacppshim.manifest import hash_tokens
 from llamacppshim.text import Tokenizer
 

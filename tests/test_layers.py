@@ -30,6 +30,7 @@ PURE = {
     "text": {"errors", "ledger", "reuse"},
     "memory": {"errors", "config", "reuse", "models"},
     "assemble": {"errors", "ledger", "manifest"},
+    "folders": {"errors", "assemble"},
     "profile": {"errors", "config", "formats", "manifest"},
     "formats": {"errors"},
     "prompt": {"errors", "assemble", "ledger", "manifest"},
@@ -42,9 +43,10 @@ LIVE = {
     "runtime": BELOW_RUNTIME | {"sequence", "session", "chat"},  # which it makes, and so imports then
     "holding": BELOW_RUNTIME | {"sequence"},
     "generate": BELOW_RUNTIME,
+    "reading": BELOW_RUNTIME,
     "saving": BELOW_RUNTIME,
     # Its `chat` is the one call that comes from above, imported when it is used.
-    "session": BELOW_RUNTIME | {"sequence", "runtime", "holding", "generate", "saving", "chat"},
+    "session": BELOW_RUNTIME | {"sequence", "runtime", "holding", "generate", "reading", "saving", "chat"},
     "branch": BELOW_RUNTIME | {"runtime", "session", "generate"},
     "chat": BELOW_RUNTIME | {"sequence", "runtime"},
     "demo": BELOW_RUNTIME | {"runtime", "session", "chat", "__init__"},
