@@ -1,11 +1,12 @@
 """The chat templates of the pinned source, conversations to try them on, and jinja2 set up as Hugging Face does.
 
-What llama.cpp does to a request before a template sees it is written down here as `REASONS`: with the reasons applied to
-its variables, jinja2 must give the very text that ChatTemplate gives.
+What llama.cpp does to a request before a template sees it is written down here as `REASONS`: with the reasons applied,
+jinja2 must give the very text that ChatTemplate gives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import tiny
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
@@ -110,13 +112,13 @@ SPECIAL = (
     "<|endoftext|><tool_call></think><|END_OF_TURN_TOKEN|>[gMASK]<|channel|><|message|><turn|>"
 )
 ARGUMENTS = {"city": "Zürich", "days": 3}
+VALUES = {"list": [1.5, None, {}], "whole": 2.0, "small": 1e-7, "at": 47.37688661, "none": None}
 ONE, TWO, THREE = message("user", "One?"), message("assistant", "Two."), message("user", "Three?")
 BRIEF, ASK = message("system", "Be brief."), message("user", "Weather?")
 CALLED = message("assistant", "", tool_calls=[call("weather", ARGUMENTS)])
 
 CONVERSATIONS: dict[str, Conversation] = {
     "user": Conversation([ONE]),
-    "system": Conversation([BRIEF, ONE]),
     "developer": Conversation([message("developer", "Be brief."), ONE]),
     "turns": Conversation([ONE, TWO, THREE, message("assistant", "Four."), message("user", "Five?")]),
     "system-turns": Conversation([BRIEF, ONE, TWO, THREE]),
@@ -151,11 +153,8 @@ CONVERSATIONS: dict[str, Conversation] = {
     ),
     "effort": Conversation([ONE], more={"reasoning_effort": "low"}),
     "last-assistant": Conversation([ONE, TWO], generation=False),
-    "last-reasoning": Conversation(
-        [ONE, message("assistant", "Two.", reasoning_content="Hmm 2.")], generation=False
-    ),
+    "last-reasoning": Conversation([ONE, message("assistant", "Two.", reasoning_content="Hmm 2.")], generation=False),
     "tools": Conversation([BRIEF, ASK], TOOLS),
-    "tools-alone": Conversation([ASK], TOOLS),
     "tools-quoted": Conversation([ASK], QUOTED_TOOLS),
     "tools-bare": Conversation([ASK], BARE_TOOLS),
     "call": Conversation([ASK, CALLED, result("sunny")], TOOLS),
@@ -173,17 +172,31 @@ CONVERSATIONS: dict[str, Conversation] = {
         ],
         TOOLS,
     ),
+    "call-values": Conversation(
+        [
+            ASK,
+            message("assistant", "", tool_calls=[call("say", VALUES)]),
+            result("said"),
+        ],
+        TOOLS,
+    ),
     "call-without-tools": Conversation([ASK, CALLED, result("sunny")]),
     "call-with-all": Conversation(
         [
             BRIEF,
             ASK,
-            message(
-                "assistant", "Let me see.", reasoning_content="Hmm.", tool_calls=[call("weather", ARGUMENTS)]
-            ),
+            message("assistant", "Let me see.", reasoning_content="Hmm.", tool_calls=[call("weather", ARGUMENTS)]),
             result('{"sky": "blue", "t": 2.5}'),
             message("assistant", "Blue."),
             message("user", "Thanks"),
+        ],
+        TOOLS,
+    ),
+    "call-thought": Conversation(
+        [
+            ASK,
+            message("assistant", "Let me see.", reasoning_content="Hmm.", tool_calls=[call("weather", ARGUMENTS)]),
+            result("sunny"),
         ],
         TOOLS,
     ),
@@ -196,7 +209,7 @@ CONVERSATIONS: dict[str, Conversation] = {
                 "",
                 tool_calls=[
                     call("weather", ARGUMENTS),
-                    call("say", {"text": "a", "loud": True, "n": [1.5, None, {}]}, "call00002"),
+                    call("say", {"text": "a", "loud": True}, "call00002"),
                 ],
             ),
             result("said", "say", "call00002"),
@@ -207,9 +220,11 @@ CONVERSATIONS: dict[str, Conversation] = {
         TOOLS,
     ),
 }
-for _name in ("user", "system-turns", "reasoning", "tools", "call", "call-with-all"):
+for _name in ("user", "call-with-all"):
     _from = CONVERSATIONS[_name]
     CONVERSATIONS[f"{_name} unthinking"] = Conversation(_from.messages, _from.tools, thinking=False)
+for _name in ("system-turns", "call-with-all"):
+    _from = CONVERSATIONS[_name]
     CONVERSATIONS[f"{_name} unprompted"] = Conversation(_from.messages, _from.tools, generation=False)
 
 
@@ -246,19 +261,32 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """How an environment differs from that of transformers."""
+
+    kind: type[jinja2.Environment] = ImmutableSandboxedEnvironment
+    options: tuple[tuple[str, Any], ...] = ()
+    filters: tuple[tuple[str, Any], ...] = ()
+
+
 @functools.cache
-def environment(mutable: bool = False, own: tuple[tuple[str, Any], ...] = ()) -> jinja2.Environment:
-    kind = SandboxedEnvironment if mutable else ImmutableSandboxedEnvironment
-    made = kind(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols])
+def environment(setup: Setup) -> jinja2.Environment:
+    made = setup.kind(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlock, jinja2.ext.loopcontrols],
+        **dict(setup.options),
+    )
     made.filters["tojson"] = tojson
-    made.filters.update(own)
+    made.filters.update(setup.filters)
     made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     return made
 
 
 @functools.cache
-def compiled(source: str, mutable: bool = False, own: tuple[tuple[str, Any], ...] = ()) -> jinja2.Template:
-    return environment(mutable, own).from_string(source)
+def compiled(source: str, setup: Setup) -> jinja2.Template:
+    return environment(setup).from_string(source)
 
 
 #
@@ -273,7 +301,8 @@ class Request:
         self.source = source
         self.variables = variables
         self.messages: list[Variables] = variables["messages"]
-        self.mutable = False
+        self.kind: type[jinja2.Environment] = ImmutableSandboxedEnvironment
+        self.options: dict[str, Any] = {}
         self.filters: dict[str, Any] = {}
         self.after: list[Callable[[str], str]] = []
 
@@ -284,8 +313,8 @@ class Request:
 
     def render(self) -> str:
         self.variables["messages"] = self.messages
-        template = compiled(self.source, self.mutable, tuple(self.filters.items()))
-        text = template.render(**self.variables)
+        setup = Setup(self.kind, tuple(self.options.items()), tuple(self.filters.items()))
+        text = compiled(self.source, setup).render(**self.variables)
         for change in self.after:
             text = change(text)
         return text
@@ -338,20 +367,22 @@ def arguments_are_text(request: Request) -> None:
             each["arguments"] = json.dumps(each["arguments"], ensure_ascii=False, separators=(",", ":"))
 
 
-@reason("the system's text goes into the next message where the template has no such role"
-        " (chat.cpp, system_message_not_supported)")
-def system_is_merged(request: Request) -> None:
-    first, second, *rest = request.messages
-    if first["role"] == "system":
-        content = f"{first['content']}\n{second['content']}"
-        request.messages = [{**second, "content": content}, *rest]
-
-
 @reason("the developer's role is the system's, except to gpt-oss (chat.cpp, map_developer_role_to_system)")
 def developer_is_system(request: Request) -> None:
     for each in request.messages:
         if each["role"] == "developer":
             each["role"] = "system"
+
+
+@reason(
+    "the system's text goes into the next message where the template has no such role"
+    " (chat.cpp, system_message_not_supported)"
+)
+def system_is_merged(request: Request) -> None:
+    first, second, *rest = request.messages
+    if first["role"] == "system":
+        content = f"{first['content']}\n{second['content']}"
+        request.messages = [{**second, "content": content}, *rest]
 
 
 @reason("date_string and datetime are given: today, not the template's own date (chat.cpp, common_chat_extra_context)")
@@ -366,8 +397,10 @@ def tools_are_undefined(request: Request) -> None:
         del request.variables["tools"]
 
 
-@reason("add_generation_prompt is undefined when false (chat.cpp, common_chat_template_direct_apply_impl):"
-        " wrong where the template's default is true")
+@reason(
+    "add_generation_prompt is undefined when false (chat.cpp, common_chat_template_direct_apply_impl):"
+    " wrong where the template's default is true"
+)
 def prompting_is_undefined(request: Request) -> None:
     if not request.variables["add_generation_prompt"]:
         del request.variables["add_generation_prompt"]
@@ -384,9 +417,90 @@ def tools_are_whole(request: Request) -> None:
         }
 
 
-@reason("an undefined variable in a concatenation is an empty text (jinja/runtime.cpp, binary_expression)")
-def undefined_is_empty(request: Request) -> None:
-    request.variables["functions"] = ""
+class Lenient(jinja2.ChainableUndefined):
+    """Adds nothing to a text, and has members and methods that are undefined too."""
+
+    def __add__(self, other: Any) -> Any:
+        return other
+
+    __radd__ = __add__
+
+    def __call__(self, *args: Any) -> Lenient:
+        return self
+
+
+@reason(
+    "what is undefined has members, and adds nothing to a text (jinja/runtime.cpp, member_expression and"
+    " binary_expression)"
+)
+def undefined_is_lenient(request: Request) -> None:
+    request.options["undefined"] = Lenient
+
+
+def printed(value: Any) -> Any:
+    if value is None or isinstance(value, dict):
+        return ""
+    return "".join(str(printed(item)) for item in value) if isinstance(value, list) else value
+
+
+@reason(
+    "none and objects print nothing, a list its items (jinja/runtime.h, gather_string_parts_recursive): what an"
+    " argument says is LOST"
+)
+def containers_print_little(request: Request) -> None:
+    request.options["finalize"] = printed
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    if not isinstance(value, float):
+        return value
+    value = float(f"{value:g}")
+    return int(value) if value.is_integer() and abs(value) < 1e6 else value
+
+
+def rounded_tojson(value: Any, **how: Any) -> str:
+    return tojson(rounded(value), **how)
+
+
+def rounded_string(value: Any) -> str:
+    return str(rounded(value)) if isinstance(value, float) else str(value)
+
+
+@reason(
+    "tojson and string give a float six digits, and no .0 to a whole one (jinja/value.cpp,"
+    " value_to_json_internal): what an argument says is CHANGED"
+)
+def floats_are_rounded(request: Request) -> None:
+    request.filters.update(tojson=rounded_tojson, string=rounded_string)
+
+
+class FixedFloat(float):
+    def __str__(self) -> str:
+        text = f"{float(self):f}".rstrip("0")
+        return text + "0" if text.endswith(".") else text
+
+
+def fixed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: fixed(item) for name, item in value.items()}
+    return FixedFloat(value) if isinstance(value, float) else value
+
+
+@reason(
+    "a float prints six decimals, so that a small one is 0.0 (jinja/value.h, value_float_t): what an argument says"
+    " is CHANGED"
+)
+def floats_are_fixed(request: Request) -> None:
+    for each in request.functions():
+        each["arguments"] = fixed(each["arguments"])
+
+
+def ascii_trim(value: Any, chars: Any = None) -> AsciiText:
+    return AsciiText(value).strip(chars)
 
 
 class AsciiText(str):
@@ -394,6 +508,9 @@ class AsciiText(str):
 
     def strip(self, chars: Any = None) -> AsciiText:
         return AsciiText(super().strip(chars or " \t\n\r\v\f"))
+
+    def replace(self, *args: Any) -> AsciiText:
+        return AsciiText(super().replace(*args))
 
     def lstrip(self, chars: Any = None) -> AsciiText:
         return AsciiText(super().lstrip(chars or " \t\n\r\v\f"))
@@ -406,6 +523,7 @@ class AsciiText(str):
 def blanks_are_ascii(request: Request) -> None:
     for each in request.messages:
         each["content"] = AsciiText(each["content"])
+    request.filters["trim"] = ascii_trim
 
 
 @reason("safe gives plain text: no markup that would escape what is added to it (jinja/value.cpp)")
@@ -413,14 +531,19 @@ def safe_is_plain(request: Request) -> None:
     request.filters["safe"] = str
 
 
+@jinja2.pass_context
+def listed_map(context: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    return list(jinja2.filters.do_map(context, *args, **kwargs))
+
+
 @reason("map gives a list, which tojson takes; jinja2's generator it refuses (jinja/value.cpp)")
 def map_is_a_list(request: Request) -> None:
-    request.filters["tojson"] = lambda value, **how: tojson(value if isinstance(value, dict) else list(value), **how)
+    request.filters["map"] = listed_map
 
 
 @reason("lists have append; transformers' sandbox refuses it (jinja/value.cpp)")
 def lists_may_change(request: Request) -> None:
-    request.mutable = True
+    request.kind = SandboxedEnvironment
 
 
 def engine_repr(value: Any) -> str:
@@ -468,8 +591,10 @@ def return_is_end(request: Request) -> None:
     request.after.append(lambda text: "<|end|>".join(text.rsplit("<|return|>", 1)))
 
 
-@reason("content and reasoning are a list of blocks to the templates with [SYSTEM_PROMPT] and [ARGS]"
-        " (parsers/ministral3.cpp)")
+@reason(
+    "content and reasoning are a list of blocks to the templates with [SYSTEM_PROMPT] and [ARGS]"
+    " (parsers/ministral3.cpp)"
+)
 def contents_are_blocks(request: Request) -> None:
     for each in request.messages:
         if each["role"] in ("system", "assistant"):
@@ -478,14 +603,18 @@ def contents_are_blocks(request: Request) -> None:
             each["content"] = [*blocks, {"type": "text", "text": each["content"]}]
 
 
-@reason("Devstral is taken for Ministral 3, whose content is a list of blocks (parsers/ministral3.cpp). Its template"
-        " reads only the first: the content of a message with reasoning is LOST")
+@reason(
+    "Devstral is taken for Ministral 3, whose content is a list of blocks (parsers/ministral3.cpp). Its template"
+    " reads only the first: the content of a message with reasoning is LOST"
+)
 def content_is_lost(request: Request) -> None:
     contents_are_blocks(request)
 
 
-@reason("old Gemma 4: results and the answer join the message that called (parsers/gemma4.cpp,"
-        " convert_tool_responses_gemma4)")
+@reason(
+    "old Gemma 4: results and the answer join the message that called (parsers/gemma4.cpp,"
+    " convert_tool_responses_gemma4): the content of a message that calls is LOST"
+)
 def results_join_the_call(request: Request) -> None:
     made: list[Variables] = []
     left = list(request.messages)
@@ -497,10 +626,8 @@ def results_join_the_call(request: Request) -> None:
             responses: list[Variables] = []
             while left and left[0]["role"] == "tool":
                 content = left.pop(0)["content"]
-                try:
+                with contextlib.suppress(ValueError):
                     content = json.loads(content)
-                except ValueError:
-                    pass
                 responses.append({"name": names[len(responses)], "response": content})
             each["tool_responses"] = responses
             if left and left[0]["role"] == "assistant":
@@ -530,9 +657,11 @@ def effort_has_two_names(request: Request) -> None:
         request.variables["reasoning_strength"] = request.variables["reasoning_effort"]
 
 
-def rendered(source: str, conversation: Conversation, reasons: tuple[str, ...] = ()) -> str | None:
+def rendered(
+    source: str, conversation: Conversation, reasons: tuple[str, ...] = (), bos: str = "", eos: str = ""
+) -> str | None:
     """By jinja2, with these reasons applied; None where the template raises."""
-    request = Request(source, conversation.variables())
+    request = Request(source, conversation.variables(bos, eos))
     try:
         for name in reasons:
             REASONS[name].change(request)
