@@ -90,9 +90,10 @@ def branches(model: str, n_tokens: int, n_threads: int, n_gen: int) -> dict[str,
     from llamacppshim import Runtime, collect_many
 
     found: dict[str, Any] = {"n_tokens": n_tokens}
-    with Runtime.open(
-        model, n_ctx=n_tokens + 1024, n_threads=n_threads, n_seq_max=9, kv_unified=True
-    ) as runtime, runtime.session() as parent:
+    with (
+        Runtime.open(model, n_ctx=n_tokens + 1024, n_threads=n_threads, n_seq_max=9, kv_unified=True) as runtime,
+        runtime.session() as parent,
+    ):
         parent.ensure_prefix(some(n_tokens))
         before = runtime.context.memory_use()
         times = []

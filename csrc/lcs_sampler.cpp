@@ -854,7 +854,7 @@ lcs_status lcs_sampler_save_draws(const lcs_sampler * sampler, char * buf, size_
         out.imbue(std::locale::classic());
         uint32_t mu = 0;
         std::memcpy(&mu, &sampler->draws.mirostat_mu, sizeof mu);
-        out << sampler->draws.choice << '\n' << sampler->draws.xtc << '\n' << mu << '\n';
+        out << sampler->draws.choice << '\n' << sampler->draws.xtc << '\n' << mu << " end\n"; // a cut is seen
         give(out.str(), buf, capacity, n_out);
     });
 }
@@ -868,8 +868,9 @@ lcs_status lcs_sampler_load_draws(lcs_sampler * sampler, const char * buf, size_
         text.imbue(std::locale::classic());
         draws    found(*sampler->plan);
         uint32_t mu = 0;
-        text >> found.choice >> found.xtc >> mu;
-        const bool whole = !text.fail() && (text >> std::ws).eof();
+        std::string last;
+        text >> found.choice >> found.xtc >> mu >> last;
+        const bool whole = !text.fail() && last == "end" && (text >> std::ws).eof();
         std::memcpy(&found.mirostat_mu, &mu, sizeof mu);
         if (!whole || !std::isfinite(found.mirostat_mu)) {
             fail(LCS_STATUS_STATE_CORRUPT, "the saved draws of a sampler are damaged");

@@ -77,45 +77,56 @@ def completion_of(chunks: Iterable[tuple[Chunk, float]], began: float) -> Comple
 
 
 class TextStream:
-    """Bytes in, text out: whole characters only, and nothing of a stop text or behind it."""
+    """Bytes in, text out: whole characters only, and nothing of a stop text or behind it.
+
+    ``said``: the end of what `release` gave away although a stop text might begin with it. Where the answer goes on and
+    the stop text comes to its end, that ends it; what was said of it stays said.
+    """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = tuple(stop)
         self._held = ""
+        self.said = ""
         self.stopped = False
 
     def feed(self, piece: bytes, *, final: bool = False) -> str:
         """What can be said now. `stopped` is set where a stop text is complete."""
         self._held += self._decoder.decode(piece, final)
-        found = [at for at in (self._held.find(text) for text in self._stop) if at >= 0]
+        text, n_said = self.said + self._held, len(self.said)
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.stopped = True
-            said, self._held = self._held[: min(found)], ""
-            return said
-        n_held = 0 if final else self._n_of_stop()
+            self._held, self.said = "", ""
+            return text[n_said : max(n_said, min(found))]
+        n_held = 0 if final else min(self._n_of_stop(text), len(self._held))
         said = self._held[: len(self._held) - n_held]
         self._held = self._held[len(said) :]
+        if said:  # nothing that was released before it can begin a stop text any more, but for the end of it
+            n = self._n_of_stop(text[: len(text) - len(self._held)])
+            self.said = text[len(text) - len(self._held) - n : len(text) - len(self._held)] if n > 0 else ""
         return said
 
     def release(self) -> str:
         """What was held back for a stop text that did not come. An incomplete character waits on."""
         said, self._held = self._held, ""
+        self.said += said
         return said
 
     def pending(self) -> bytes:
         """What was taken in and not said: held back text, and the bytes of an incomplete character."""
         return self._held.encode() + self._decoder.getstate()[0]
 
-    def resume(self, pending: bytes) -> None:
-        """As the stream whose `pending` this was."""
+    def resume(self, pending: bytes, said: str = "") -> None:
+        """As the stream whose `pending` and `said` these were."""
         self._held = self._decoder.decode(pending)
+        self.said = said
 
-    def _n_of_stop(self) -> int:
-        """Length of the longest end of the text that begins a stop text."""
-        longest = max((len(text) for text in self._stop), default=0) - 1
-        for n in range(min(longest, len(self._held)), 0, -1):
-            if any(text.startswith(self._held[-n:]) for text in self._stop):
+    def _n_of_stop(self, text: str) -> int:
+        """Length of the longest end of a text that begins a stop text."""
+        longest = max((len(stop) for stop in self._stop), default=0) - 1
+        for n in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._stop):
                 return n
         return 0
 

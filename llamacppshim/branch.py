@@ -8,6 +8,7 @@ the bits of a session that is alone, so there each gets a batch of its own.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,12 @@ def decode_many(
     and what `Session.decode` raises before its first chunk, of any of them; nothing has changed then
     """
     runtime = _runtime_of(sessions)
-    steps = [Step(session, one) for session, one in zip(sessions, _configs(sessions, config, overrides), strict=True)]
+    pairs = list(zip(sessions, _configs(sessions, config, overrides), strict=True))
+    answers = []
+    for session, one in pairs:  # all are judged before any is begun
+        with session.entered():
+            answers.append(session.answer_for(one))
+    steps = [Step(session, one, answer) for (session, one), answer in zip(pairs, answers, strict=True)]
     return _run(runtime, steps)
 
 
@@ -73,12 +79,18 @@ def prefill_many(prompts: Mapping[Session, Prompt], *, append: bool = False, par
     runtime = _runtime_of(sessions)
     failed: LlamaCppShimError | None = None
     waiting: dict[Session, Suffix] = {}
-    for session, prompt in prompts.items():
-        try:
+    try:
+        for session, prompt in prompts.items():
+            try:
+                with session.entered():
+                    waiting[session] = session.begin_suffix(prompt, append=append, parse_special=parse_special)
+            except LlamaCppShimError as error:
+                failed = failed or error
+    except BaseException:  # a prompt of no known kind: nothing has been read yet
+        for session, suffix in waiting.items():
             with session.entered():
-                waiting[session] = session.begin_suffix(prompt, append=append, parse_special=parse_special)
-        except LlamaCppShimError as error:
-            failed = failed or error
+                session.undo_suffix(suffix)
+        raise
     while waiting:
         with contextlib.ExitStack() as stack:
             refused = {one: why for one in waiting if (why := _enter(stack, one)) is not None}
@@ -99,6 +111,9 @@ def prefill_many(prompts: Mapping[Session, Prompt], *, append: bool = False, par
 def _runtime_of(sessions: Sequence[Session]) -> Runtime:
     if not sessions:
         raise InvalidArgumentError("there are no sessions", field="sessions")
+    for session in sessions:
+        if not isinstance(session, Session):
+            raise TypeError(f"a Session is needed, not {type(session).__name__}")
     if len(set(map(id, sessions))) != len(sessions):
         raise InvalidArgumentError("a session is named twice", field="sessions")
     runtime = sessions[0].runtime
@@ -123,9 +138,9 @@ def _configs(
 
 
 def _enter(stack: contextlib.ExitStack, session: Session) -> LlamaCppShimError | None:
-    """Held until the stack ends; or why it cannot be."""
+    """Held until the caller's stack ends; or why it cannot be."""
     try:
-        stack.enter_context(session.entered())
+        stack.enter_context(session.entered(frame=sys._getframe(1)))
     except LlamaCppShimError as error:
         return error
     return None
@@ -174,8 +189,8 @@ def _read_some(runtime: Runtime, sessions: Sequence[Session]) -> dict[Session, L
     lacking: list[tuple[int, Session]] = []
     for session in sessions:
         try:
-            if session.sequence.stop.requested:
-                raise DecodeAbortedError
+            if (stop := session.sequence.stop).requested:
+                raise DecodeAbortedError(f"{stop.take()}; {len(session.sequence)} tokens are resident")
             if (n := session.holding.lacks()) > 0:
                 lacking.append((n, session))
         except LlamaCppShimError as error:

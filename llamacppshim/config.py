@@ -22,6 +22,7 @@ _SPLIT_MODES = ("none", "layer", "row", "tensor")
 _FLASH_ATTN = ("auto", "on", "off")
 _ROPE_SCALING = ("model", "none", "linear", "yarn", "longrope")
 _UINT32_MAX = 2**32 - 1
+_FLOAT_MAX = 1e300  # an integer beyond it has no float
 
 
 def _refuse(field: str, value: object, expected: str) -> InvalidArgumentError:
@@ -46,11 +47,25 @@ def _int(field: str, value: object, low: int, high: int, *, none: bool = False) 
 def _float(field: str, value: object, low: float, *, none: bool = False, above: bool = False) -> None:
     if value is None and none:
         return
-    limit = f"a finite number {'above' if above else 'of at least'} {low:g}" + (" or None" if none else "")
+    limit = "a finite number" if low == -math.inf else f"a finite number {'above' if above else 'of at least'} {low:g}"
+    limit += " or None" if none else ""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _refuse(field, value, limit)
-    if not math.isfinite(value) or value < low or (above and value == low):
+    if abs(value) > _FLOAT_MAX or not math.isfinite(value) or value < low or (above and value == low):
         raise OutOfRangeError(f"{field} {value} is not {limit}", field=field, expected=limit, actual=value)
+
+
+def require_timeout(value: object) -> None:
+    """A time limit: seconds, or None."""
+    _float("timeout_s", value, 0.0, none=True)
+
+
+def _plain(config: msgspec.Struct) -> None:
+    """Numbers of numpy become Python's, whose files and digests they are to be part of."""
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+            msgspec.structs.force_setattr(config, name, value.item())
 
 
 def _choice(field: str, value: object, choices: Sequence[str]) -> None:
@@ -161,6 +176,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     checkpoint_every: int = 1024
 
     def __post_init__(self) -> None:
+        _plain(self)
         _int("n_ctx", self.n_ctx, 1, _UINT32_MAX, none=True)
         _int("n_batch", self.n_batch, 1, _UINT32_MAX)
         _int("n_ubatch", self.n_ubatch, 1, _UINT32_MAX)
@@ -213,6 +229,19 @@ def _tuple(field: str, value: object) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _item(value: Any) -> Any:
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+
+def _bias(i: int, pair: Any) -> tuple[Any, Any]:
+    if isinstance(pair, (str, bytes)) or not isinstance(pair, Iterable):
+        raise _refuse(f"logit_bias[{i}]", pair, "a token and its bias")
+    found = tuple(_item(value) for value in pair)
+    if len(found) != 2:
+        raise _refuse(f"logit_bias[{i}]", pair, "a token and its bias")
+    return found
+
+
 def _adapter(one: object) -> AdapterConfig:
     """From itself, a path, or a pair of path and scale."""
     if isinstance(one, AdapterConfig):
@@ -224,7 +253,7 @@ def _adapter(one: object) -> AdapterConfig:
     raise _refuse("adapters", one, "a path, or a pair of path and scale")
 
 
-class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How an answer is generated. Values of the chain that are None do nothing; `Sampler` says what each does.
 
     Attributes
@@ -286,6 +315,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trigger_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _plain(self)
         _int("max_tokens", self.max_tokens, 0, 2**31 - 1, none=True)
         _float("temperature", self.temperature, 0.0)
         _int("seed", self.seed, 0, _UINT32_MAX, none=True)
@@ -297,8 +327,13 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if getattr(self, name) is not None:
                 msgspec.structs.force_setattr(self, name, _tuple(name, getattr(self, name)))
         for i, text in enumerate(self.stop):
-            if not isinstance(text, str) or not text:
-                raise _refuse(f"stop[{i}]", text, "a text that is not empty")
+            if not isinstance(text, str) or not text or any("\ud800" <= c <= "\udfff" for c in text):
+                raise _refuse(f"stop[{i}]", text, "a text that is not empty, without lone surrogates")
+        if self.logit_bias is not None:
+            bias = tuple(_bias(i, pair) for i, pair in enumerate(self.logit_bias))
+            msgspec.structs.force_setattr(self, "logit_bias", bias)
+        tokens = tuple(_item(token) for token in self.trigger_tokens)
+        msgspec.structs.force_setattr(self, "trigger_tokens", tokens)
         for i, token in enumerate(self.show_special):
             _int(f"show_special[{i}]", token, 0, 2**31 - 1)
         _int("logprobs", self.logprobs, 0, 1000, none=True)

@@ -7,6 +7,7 @@ aid: what cannot be read or written is computed again.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,18 @@ from llamacppshim.models import cache_dir
 
 MAX_ENTRIES = 1000
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+CHUNK_BYTES = 1 << 20
+
+
+def file_digest(path: str) -> str:
+    """SHA-256 hex of a file; of one that cannot be read, nothing's."""
+    sha = hashlib.sha256()
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            sha.update(chunk)
+    return sha.hexdigest()
 
 
 def known_digest(path: str, compute: Callable[[], str]) -> str:

@@ -34,9 +34,7 @@ class LlamaCppShimError(Exception):
 class _FieldError(LlamaCppShimError):
     """An error about one named value: which, what it should be, what it is."""
 
-    def __init__(
-        self, text: str = "", *, field: str = "", expected: object = None, actual: object = None
-    ) -> None:
+    def __init__(self, text: str = "", *, field: str = "", expected: object = None, actual: object = None) -> None:
         super().__init__(text or f"{field} is {actual}, expected {expected}")
         self.field = field
         self.expected = expected
@@ -296,9 +294,7 @@ def error_for(
     if issubclass(cls, ModelLoadError):
         error = cls(f"{path}: {reason}" if path else reason, path=path, reason=reason)
     elif issubclass(cls, DecodeError):
-        error = cls(
-            reason, status=raw_status or None, raw_status=raw_status or None, committed=committed, dirty=dirty
-        )
+        error = cls(reason, status=raw_status or None, raw_status=raw_status or None, committed=committed, dirty=dirty)
     elif issubclass(cls, BatchTooLargeError):
         error = cls(reason, n_tokens=_number(actual), n_batch=_number(expected))
     elif issubclass(cls, UnsupportedFeatureError):

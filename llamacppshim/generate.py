@@ -10,6 +10,7 @@ from llamacppshim._native import Sampler
 from llamacppshim.answer import Chunk, FinishReason, TextStream, TokenLogprob, logprobs_of
 from llamacppshim.config import DecodeConfig
 from llamacppshim.errors import DecodeAbortedError, LlamaCppShimError
+from llamacppshim.snapshot import pairs_of
 
 if TYPE_CHECKING:
     from llamacppshim.session import Session
@@ -27,7 +28,7 @@ class Answer:
 
     def copy(self) -> Answer:
         copy = Answer(self.config, self.sampler.clone(), self.begin, self.end)
-        copy.stream.resume(self.stream.pending())
+        copy.stream.resume(self.stream.pending(), self.stream.said)
         return copy
 
     def moved(self, n_pinned: int, n_gone: int) -> None:
@@ -36,17 +37,21 @@ class Answer:
         self.end -= n_gone
 
     def goes_on_with(self, config: DecodeConfig) -> bool:
-        return self.config.sampling() == config.sampling() and self.config.stop == config.stop
+        mine, theirs = self.config.sampling(), config.sampling()
+        for settings, of in ((mine, self.config), (theirs, config)):
+            settings["logit_bias"] = sorted(pairs_of(of))  # a mapping or pairs, in whichever order
+        return mine == theirs and self.config.stop == config.stop
 
 
 class Step:
     """One call of `decode`, token by token. Its methods but `chunks` are for a session that is entered."""
 
-    def __init__(self, session: Session, config: DecodeConfig) -> None:
+    def __init__(self, session: Session, config: DecodeConfig, answer: Answer | None = None) -> None:
         self.session = session
         self._config = config
         with session.entered():
-            self._answer = session.begin_answer(config)
+            self._answer = session.answer_for(config) if answer is None else answer
+            session.take_up(self._answer, config)
             self._n_changes = session.n_changes
         self._n_done = 0
         self._expires = None if config.timeout_s is None else time.monotonic() + config.timeout_s
@@ -99,7 +104,7 @@ class Step:
         """The next token, from the last one's logits, which are at hand."""
         session, answer, config = self.session, self._answer, self._config
         held, model, stream = session.sequence, session.runtime.model, answer.stream
-        with session.runtime.turns:
+        with session.runtime.turns.lock:
             if held.row_in_context:
                 row = held.row() if config.logprobs is not None else None
                 token = answer.sampler.sample(session.runtime.context, held.row_index)

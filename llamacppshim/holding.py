@@ -93,7 +93,11 @@ class Holding:
 
     @property
     def is_exact(self) -> bool:
-        return len(self.sequence) > 0 and self.sequence.is_exact(self.n_prompt)
+        held = self.sequence
+        if len(held) == 0 or not held.is_exact(self.n_prompt):
+            return False
+        # Without bitwise reuse, a last token whose logits are gone is read again alone.
+        return self.bitwise or held.has_row or len(held) < len(self.target) or len(held) > self.n_prompt
 
     def _in_step(self) -> bool:
         """What is held may be gone on from as it is."""

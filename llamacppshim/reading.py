@@ -46,9 +46,7 @@ class PromptReader:
         self.describe(prefix, tuple(segment_records(texts, kinds, starts, tokens)))
         return prefix
 
-    def suffix(
-        self, prompt: Prompt, parse_special: bool, prefix: Prefix | None, before: Tokens
-    ) -> tuple[int, Tokens]:
+    def suffix(self, prompt: Prompt, parse_special: bool, prefix: Prefix | None, before: Tokens) -> tuple[int, Tokens]:
         """How many of the tokens before give way, and the ones to read.
 
         Parameters

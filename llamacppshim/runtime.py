@@ -8,8 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,7 @@ import msgspec
 
 from llamacppshim._native import Adapter, Batch, Context, Model, build_info
 from llamacppshim.config import DecodeConfig, RuntimeConfig
-from llamacppshim.digests import known_digest
+from llamacppshim.digests import file_digest, known_digest
 from llamacppshim.errors import (
     ClosedError,
     DecodeAbortedError,
@@ -116,9 +115,12 @@ class Runtime:
         self.context = self._make_context()
         self.config = _resolved(self._request, self.context)
         self.memory_kind: MemoryKind = self.context.memory_kind
-        self.can_be_cut = self.memory_kind == "attention" or (self.memory_kind == "swa" and self.context.swa_full)
+        # Of one pool for several sequences, llama.cpp gives one's masked cells to another, those of a full cache too.
+        pooled = self.context.n_stream == 1 and self.context.n_seq_max > 1
+        keeps_window = self.context.swa_full and not pooled
+        self.can_be_cut = self.memory_kind == "attention" or (self.memory_kind == "swa" and keeps_window)
         self.is_recurrent = self.memory_kind in ("recurrent", "hybrid")
-        windowed = self.memory_kind in ("swa", "hybrid") and not self.context.swa_full
+        windowed = self.memory_kind in ("swa", "hybrid") and not keeps_window
         self.n_swa = model.n_swa if windowed else 0
         self.layout_is_own = self.context.n_seq_max == 1 or not self.context.kv_unified
         self.n_ctx_seq = self.context.n_ctx_seq
@@ -127,16 +129,16 @@ class Runtime:
         self.profile: Profile | None = None
         self.store = store if store is None or isinstance(store, SnapshotStore) else SnapshotStore(store)
         self.speed = Speed()
+        self.epoch = 0  # counts the adapters' changes: cells of one epoch are not added to those of another
 
         self.turns = Turns()
         self.chat_lock = threading.Lock()  # a compiled template takes one thread at a time
         self._chatter: Chatter | None = None
-        self._running_mutex = threading.Lock()
+        self._running_mutex = threading.RLock()  # a signal handler that cancels may come while it is held
         self._running: Stop | None = None
         self._rows: dict[int, weakref.ref[ResidentSequence]] = {}  # whose the rows of the last decode are
-        self._sequences: dict[int, ResidentSequence] = {}
-        self._free = deque(range(self.context.n_seq_max))
-        self._orphans: deque[int] = deque()  # of sessions that were collected without a close
+        # Held by their sessions alone: whatever happens to a session, its sequence is free when nobody has it.
+        self._sequences: weakref.WeakValueDictionary[int, ResidentSequence] = weakref.WeakValueDictionary()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._file = _stat(model.path)
         try:
@@ -180,6 +182,8 @@ class Runtime:
         """
         config = configured(RuntimeConfig, config, overrides)
         if isinstance(model, Model):
+            # How it was loaded is said by the model, not by the configuration.
+            config = msgspec.structs.replace(config, **model.load_options)
             return cls(model, config, owns_model=False, store=store)
         values: dict[str, Any] = {name: getattr(config, name) for name in _MODEL_FIELDS}
         values |= {name: getattr(config, name) for name in _MODEL_OPTIONAL if getattr(config, name) is not None}
@@ -300,16 +304,24 @@ class Runtime:
 
     def take_sequences(self, n: int) -> list[ResidentSequence]:
         """So many free sequences, empty; all or none."""
-        with self.turns:
-            self._reclaim()
-            if len(self._free) < n:
+        with self.turns.lock:
+            self._require_open()
+            free = self._free_ids()
+            if len(free) < n:
                 n_max = self.config.n_seq_max
+                wanted = "a sequence is" if n == 1 else f"{n} sequences are"
                 raise SessionUnavailableError(
-                    reason=f"{n} sequences are wanted, {len(self._free)} of n_seq_max {n_max} are free: close a session"
+                    reason=f"{wanted} wanted, {len(free)} of n_seq_max {n_max} are free: close a session"
                 )
-            taken = [ResidentSequence(self, self._free.popleft()) for _ in range(n)]
-            self._sequences |= {one.seq_id: one for one in taken}
+            taken = []
+            for seq_id in free[:n]:
+                self._empty(seq_id)
+                taken.append(ResidentSequence(self, seq_id))
+                self._sequences[seq_id] = taken[-1]
             return taken
+
+    def _free_ids(self) -> list[int]:
+        return [seq_id for seq_id in range(self.config.n_seq_max) if seq_id not in self._sequences]
 
     def take_sequence(self) -> ResidentSequence | None:
         """A free sequence, if there is one."""
@@ -320,29 +332,19 @@ class Runtime:
 
     def release(self, sequence: ResidentSequence) -> None:
         """A session's sequence is free again. Never fails."""
-        with self.turns:
-            if self._sequences.pop(sequence.seq_id, None) is not None:
+        with self.turns.lock:
+            if self._sequences.get(sequence.seq_id) is sequence:
+                del self._sequences[sequence.seq_id]
                 self._empty(sequence.seq_id)
-
-    def orphaned(self, seq_id: int) -> None:
-        """The same, later: a garbage collection may come while this thread has its turn."""
-        self._orphans.append(seq_id)
-
-    def _reclaim(self) -> None:
-        while self._orphans:
-            seq_id = self._orphans.popleft()
-            if self._sequences.pop(seq_id, None) is not None:
-                self._empty(seq_id)
 
     def _empty(self, seq_id: int) -> None:
         with contextlib.suppress(LlamaCppShimError):  # a context that is closed or fatal holds nothing
             self.context.seq_rm(seq_id, -1, -1)
-        self._free.append(seq_id)
 
     @property
     def n_sessions(self) -> int:
         """How many sequences are taken."""
-        return len(self._sequences) - len(self._orphans)
+        return len(self._sequences)
 
     def available_tokens(self, sequence: ResidentSequence) -> int:
         """How many more tokens the sequence could hold now."""
@@ -385,8 +387,9 @@ class Runtime:
         try:
             loaded += [(Adapter(self.model, one.path), one.scale) for one in wanted]
             digests = tuple((adapter.digest, scale) for adapter, scale in loaded)
-            with self.turns:
+            with self.turns.lock:
                 self.context.set_adapters(loaded)
+                self.epoch += 1
         except BaseException:
             for adapter, _ in loaded:
                 adapter.close()
@@ -405,7 +408,10 @@ class Runtime:
         identity = self._fixed
         changes: dict[str, Any] = {}
         if (file := _stat(self.model.path)) != self._file:
-            changes["model_digest"] = digest_of([identity.model_digest, "the file has changed", file])
+            if file is not None and _digest_now(self.model.path) == identity.model_digest:
+                self._file = file  # touched, or copied back
+            else:
+                changes["model_digest"] = digest_of([identity.model_digest, "the file has changed", file])
         if self._adapter_digests:
             changes["adapters"] = self._adapter_digests
         return msgspec.structs.replace(identity, **changes) if changes else identity
@@ -444,8 +450,10 @@ class Runtime:
         NoKVSlotError       no free cells, although all that nobody holds were freed
         DecodeError         as the context; every sequence knows what it still holds
         """
-        with self.turns:
-            self._reclaim()
+        self.turns.ask()
+        with self.turns.lock:
+            self.turns.taken()
+            self._require_epoch(sequence)
             self.claim_rows(sequence)
             try:
                 self._decode_once(sequence, tokens, row=row)
@@ -462,13 +470,18 @@ class Runtime:
         Raises DecodeError as the context.
         """
         pieces = list(pieces)
-        with self.turns, Batch() as batch:
-            self._reclaim()
+        self.turns.ask()
+        with self.turns.lock, Batch() as batch:
+            self.turns.taken()
+            for piece in pieces:
+                self._require_epoch(piece.sequence)
             self.claim_rows(*(piece.sequence for piece in pieces))
             for sequence, tokens, row in pieces:
                 at, last = len(sequence), len(tokens) - 1
                 for i, token in enumerate(tokens):
                     batch.add(int(token), at + i, sequence.seq_id, row and i == last)
+            for piece in pieces:
+                piece.sequence.suspect = True
             try:
                 self.context.decode_batch(batch)
             except BaseException as error:
@@ -477,6 +490,9 @@ class Runtime:
                     self._renew()
                 elif isinstance(cause, DecodeError) or not isinstance(error, LlamaCppShimError):
                     self._after_shared_failure(pieces, cause if isinstance(cause, DecodeError) else None)
+                else:  # judged before the call
+                    for piece in pieces:
+                        piece.sequence.suspect = False
                 raise
             end = 0
             self._rows = {}
@@ -486,6 +502,15 @@ class Runtime:
                 if row:
                     self._rows[end - 1] = weakref.ref(sequence)
 
+    def _require_epoch(self, sequence: ResidentSequence) -> None:
+        if sequence.epoch != self.epoch:
+            raise ManifestMismatchError(
+                "the adapters are not those that the resident tokens were read with",
+                field="adapters",
+                expected=sequence.epoch,
+                actual=self.epoch,
+            )
+
     def _after_shared_failure(self, pieces: list[Piece], error: DecodeError | None) -> None:
         """How far each got, its own memory says, but where that cannot be told."""
         self._rows = {}
@@ -494,25 +519,27 @@ class Runtime:
             if seq_id in self._sequences:
                 self._sequences[seq_id].suspect = True
         for sequence, tokens, _ in pieces:
-            sequence.failed(tokens, None)
+            sequence.failed(tokens, None, dirty=sequence.seq_id in dirty)
 
-    def _dirty(self, error: DecodeError | None) -> Iterable[int]:
+    def _dirty(self, error: DecodeError | None) -> Collection[int]:
         """The sequences that cannot be trusted after an error, or after a call that was left by something else."""
         if error is not None:
             return error.dirty
         return list(self._sequences) if self.is_recurrent else ()
 
     def _decode_once(self, sequence: ResidentSequence, tokens: Tokens, *, row: bool) -> None:
+        sequence.suspect = True
         try:
             with self._interruptible(sequence.stop, len(tokens)):
                 self.context.decode(tokens, seq_id=sequence.seq_id, pos=len(sequence), logits="last" if row else "none")
         except InvalidBatchError:
-            raise  # nothing was touched; a session that sends one is wrong
+            raise  # nothing was touched, but the memory is not what the ledger says
         except (DecodeError, KeyboardInterrupt) as error:
             self._after_failure(sequence, tokens, error if isinstance(error, DecodeError) else error.__cause__)
             raise
         except LlamaCppShimError:
-            raise  # judged before the call
+            sequence.suspect = False  # judged before the call
+            raise
         except BaseException:
             self._after_failure(sequence, tokens, None)
             raise
@@ -535,15 +562,14 @@ class Runtime:
     def _renew(self) -> None:
         """A context that answers nothing any more is replaced; the sessions read again what they need."""
         self.context.close()
-        for sequence in self._sequences.values():
+        for sequence in list(self._sequences.values()):
             sequence.forget()
         self.context = self._make_context()
         self.context.set_adapters(self._adapters)
 
     def _free_cells(self) -> None:
         """Of sequences that nobody has."""
-        self._reclaim()
-        for seq_id in self._free:
+        for seq_id in self._free_ids():
             if self.context.seq_pos_max(seq_id) >= 0:
                 self.context.seq_rm(seq_id, -1, -1)
 
@@ -567,7 +593,7 @@ class Runtime:
                 raise DecodeAbortedError("nothing was decoded: " + stop.take())
             self._running = None if self.is_recurrent else stop
         if stop.expires is not None and n_tokens > 1 and not self.is_recurrent:  # one token is soon over
-            timer = threading.Timer(max(0.0, stop.remaining), self.interrupt, (stop,))
+            timer = threading.Timer(min(max(0.0, stop.remaining), threading.TIMEOUT_MAX), self.interrupt, (stop,))
             timer.daemon = True
             timer.start()
         try:
@@ -607,7 +633,7 @@ class Runtime:
             return
         for session in list(self._sessions):
             session.close()
-        with self.turns:
+        with self.turns.lock:
             self._closed = True
             self.context.close()
         for adapter, _ in self._adapters:
@@ -638,7 +664,7 @@ class Runtime:
     def __repr__(self) -> str:
         if self._closed:
             return "<Runtime closed>"
-        return f"<Runtime {self.model.name} {self.memory_kind} n_ctx={self.config.n_ctx} sessions={self.n_sessions}>"
+        return f"<Runtime {self.model_name} {self.memory_kind} n_ctx={self.config.n_ctx} sessions={self.n_sessions}>"
 
 
 def configured(kind: type[Any], config: Any, overrides: dict[str, Any]) -> Any:
@@ -672,6 +698,11 @@ def _model_digest(model: Model) -> str:
     if model.metadata.get("split.count", "0") not in ("0", "1"):
         return model.digest
     return known_digest(model.path, lambda: model.digest)
+
+
+def _digest_now(path: str) -> str:
+    """Of the file as it is; kept like the model's own."""
+    return known_digest(path, lambda: file_digest(path))
 
 
 def _stat(path: str) -> tuple[int, int, int, int] | None:

@@ -33,16 +33,14 @@ def take(session: Session, prefix: Prefix) -> Snapshot:
     """What the session holds. Reads nothing, and changes nothing."""
     assert prefix.manifest is not None
     held, tokens, n_prompt = session.sequence, session.tokens, session.holding.n_prompt
-    with session.runtime.turns:
+    with session.runtime.turns.lock:
         state = held.save_state()
         row = held.row().copy() if held.has_row else None
     answer = session.answer_in_hand
     record: AnswerRecord | None = None
     draws = b""
     if answer is not None:
-        record = AnswerRecord(
-            config=answer.config, seed=answer.sampler.seed, begin=answer.begin, pending=answer.stream.pending()
-        )
+        record = AnswerRecord.of(answer.config, answer.sampler.seed, answer.begin, answer.stream)
         draws = answer.sampler.draws_save()
     checkpoints = tuple(held.checkpoints.taken)
     contents = Contents(
@@ -120,8 +118,8 @@ def restore(session: Session, snapshot: Snapshot) -> ReusePlan:
         if scratch is not None:
             try:
                 scratch.load_snapshot(snapshot)
-            except NoKVSlotError:
-                runtime.release(scratch)  # too little room for both
+            except (NoKVSlotError, InternalError):
+                runtime.release(scratch)  # too little room for both, which llama.cpp does not always call so
                 scratch = None
             except BaseException:
                 runtime.release(scratch)
@@ -132,14 +130,14 @@ def restore(session: Session, snapshot: Snapshot) -> ReusePlan:
             session.empty()
             try:
                 session.sequence.load_snapshot(snapshot)
-            except NoKVSlotError as error:
+            except (NoKVSlotError, InternalError) as error:
+                n, resident = snapshot.contents.n_resident, runtime.resident_tokens
+                if isinstance(error, InternalError) and resident + n <= runtime.context.n_ctx:
+                    raise
                 raise ContextOverflowError(
-                    stage="restore",
-                    resident_tokens=runtime.resident_tokens,
-                    additional_tokens=snapshot.contents.n_resident,
-                    num_ctx=runtime.context.n_ctx,
+                    stage="restore", resident_tokens=resident, additional_tokens=n, num_ctx=runtime.context.n_ctx
                 ) from error
-            except (SnapshotError, InternalError) as error:
+            except SnapshotError as error:
                 error.args = (f"{error}; the session was emptied before, since no other sequence is free",)
                 raise
     except BaseException:
@@ -162,14 +160,16 @@ def _sampler(session: Session, snapshot: Snapshot) -> Sampler | None:
     record = snapshot.contents.answer
     if record is None:
         return None
-    sampler = Sampler(session.runtime.model, **{**record.config.sampling(), "seed": record.seed})
+    sampler: Sampler | None = None
     try:
+        sampler = Sampler(session.runtime.model, **{**record.full_config().sampling(), "seed": record.seed})
         for token in snapshot.tokens[record.begin :]:
             sampler.accept(int(token))
         sampler.draws_load(snapshot.draws)
     except BaseException as error:
-        sampler.close()
-        if isinstance(error, ValueError) and not isinstance(error, SnapshotError):
+        if sampler is not None:
+            sampler.close()
+        if isinstance(error, (ValueError, OverflowError)) and not isinstance(error, SnapshotError):
             raise SnapshotCorruptError(f"its answer is not one of its sampler: {error}", path=snapshot.path) from error
         raise
     return sampler

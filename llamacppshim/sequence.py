@@ -1,7 +1,8 @@
 """Owns one sequence of a context: what its memory is proven to hold, and how it is brought to hold other tokens.
 
 The ledger here never claims a token that was not computed. What a failed decode leaves is read from its error and from
-the memory; what cannot be told is suspect, and replaced by a checkpoint or nothing before it is used again.
+the memory; what cannot be told is suspect, and replaced by a checkpoint or nothing before it is used again. A sequence
+is suspect from before the memory changes until the ledger has followed: an interrupt may come between any two steps.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class ResidentSequence:
         self.checkpoints = Checkpoints(config.max_checkpoints, config.checkpoint_bytes)
         self.counters = Counters()
         self.stop = Stop()
+        self.epoch = runtime.epoch
         self.cells = Cells()
         self.suspect = False
         self._layout = True
@@ -147,10 +149,11 @@ class ResidentSequence:
     def load_snapshot(self, snapshot: Snapshot) -> None:
         """Into this sequence, which holds nothing. A failure leaves it so."""
         contents = snapshot.contents
-        with self.runtime.turns:
+        with self.runtime.turns.lock:
             if contents.n_resident:
                 context = self.runtime.context
                 self.runtime.claim_rows(self)
+                self.suspect = True
                 try:
                     context.seq_state_load(self.seq_id, snapshot.state)
                     reached = context.seq_pos_max(self.seq_id) + 1
@@ -161,7 +164,7 @@ class ResidentSequence:
                 except BaseException:
                     self.drop()
                     raise
-            self.forget()
+            self._clear()
             self.ledger.extend(snapshot.tokens[: contents.n_resident])
             self._lost_masked = self.runtime.model.n_swa > 0
             self._layout = contents.layout and not self._lost_masked
@@ -171,20 +174,24 @@ class ResidentSequence:
             for one in snapshot.checkpoints:
                 if self.checkpoints.make_room(one.position, one.nbytes):
                     self.checkpoints.add(one)
+            self.suspect = False
 
     def copy_from(self, other: ResidentSequence) -> int:
         """Holds what another does, from now on on its own. How many bytes that takes. Under the runtime's turn."""
         context = self.runtime.context
+        self.suspect = True
         context.seq_cp(other.seq_id, self.seq_id)
         self.ledger.replace(other.ledger.tokens, keep=0)
         for one in other.checkpoints.taken:
             if self.checkpoints.make_room(one.position, one.nbytes):
                 self.checkpoints.add(one)
+        self.epoch = other.epoch
         self._layout, self._lost_masked = other._layout, other._lost_masked
         self._n_true, self.evicted_tokens = other._n_true, other.evicted_tokens
         self._n_grid, self._whole = other._n_grid, other._whole
         if other.has_row:
             self._row, self._row_at = other.row(), len(self.ledger)
+        self.suspect = other.suspect
         if context.n_stream == 1 and not self.runtime.is_recurrent:
             self.cells.share(other.cells, len(self.ledger))
             return 0
@@ -238,7 +245,7 @@ class ResidentSequence:
         return in_grid and self.layout and not self.suspect
 
     def plan(self, wanted: Tokens, limit: int) -> ReusePlan:
-        with self.runtime.turns:
+        with self.runtime.turns.lock:
             return self._plan(wanted, limit)
 
     def _plan(self, wanted: Tokens, limit: int) -> ReusePlan:
@@ -252,7 +259,7 @@ class ResidentSequence:
 
     def prepare(self, wanted: Tokens, limit: int) -> ReusePlan:
         """Keeps what may be kept of the wanted tokens, and drops the rest."""
-        with self.runtime.turns:
+        with self.runtime.turns.lock:
             while True:
                 plan = self._plan(wanted, limit)
                 if plan.source == "checkpoint" and not self._restore(plan.reuse_tokens):
@@ -266,15 +273,20 @@ class ResidentSequence:
 
     def drop(self) -> None:
         """Nothing is held any more. Under the runtime's turn."""
+        self.suspect = True
         self.runtime.context.seq_rm(self.seq_id, -1, -1)
         self.forget()
 
     def forget(self) -> None:
         """The memory is empty."""
+        self.suspect = True
+        self._clear()
+        self.suspect = False
+
+    def _clear(self) -> None:
         self.ledger.truncate(0)
         self.cells = Cells()
         self.checkpoints.clear()
-        self.suspect = False
         self._layout = True
         self._lost_masked = False
         self._n_true = None
@@ -286,10 +298,12 @@ class ResidentSequence:
     def _cut(self, n: int) -> bool:
         if n < len(self.ledger):
             context = self.runtime.context
+            self.suspect = True
             if not context.seq_rm(self.seq_id, n, -1) or context.seq_pos_max(self.seq_id) != n - 1:
                 return False
             self._shortened(n)
             self._layout = self._layout and not self._windowed
+            self.suspect = False
         return True
 
     def _restore(self, n: int) -> bool:
@@ -298,6 +312,7 @@ class ResidentSequence:
         context = self.runtime.context
         self.runtime.claim_rows(self)
         self._drop_row()
+        self.suspect = True
         try:
             context.seq_state_load(self.seq_id, checkpoint.state, partial=True)
             loaded = context.seq_pos_max(self.seq_id) == n - 1
@@ -305,11 +320,10 @@ class ResidentSequence:
             loaded = False
         if not loaded:
             self.checkpoints.taken.remove(checkpoint)
-            self.suspect = True
             return False
-        self.suspect = False
         self._shortened(n)
         self._layout = self._layout and not self._windowed
+        self.suspect = False
         self.counters.checkpoints_restored += 1
         return True
 
@@ -343,8 +357,9 @@ class ResidentSequence:
     def evict(self, begin: int, end: int) -> None:
         """Drops what is held from `begin` to `end`, and moves what follows there. What was computed with the dropped
         tokens in sight stays as it is: from `begin` on, this is no prompt's cells any more."""
-        with self.runtime.turns:
+        with self.runtime.turns.lock:
             context = self.runtime.context
+            self.suspect = True
             context.seq_rm(self.seq_id, begin, end)
             context.seq_add(self.seq_id, end, -1, begin - end)
             rest = self.ledger.tokens[end:].copy()
@@ -358,6 +373,7 @@ class ResidentSequence:
             if had_row:
                 self._row_at = len(self.ledger)
             self.evicted_tokens += end - begin
+            self.suspect = False
 
     # Reading.
 
@@ -400,7 +416,7 @@ class ResidentSequence:
         held = self.checkpoints.at(at)
         if at == 0 or self.suspect or (held is not None and (held.row is not None or not self.has_row)):
             return
-        with self.runtime.turns:
+        with self.runtime.turns.lock:
             context = self.runtime.context
             n_state = context.seq_state_size(self.seq_id, partial=True) if self.needs_checkpoints else 0
             n_row = 4 * self.runtime.model.n_vocab if self.has_row else 0
@@ -415,6 +431,11 @@ class ResidentSequence:
 
     def decoded(self, tokens: Tokens, *, row: bool, index: int = -1) -> None:
         """`index`: of the last token's row in the context."""
+        self._grown(tokens)
+        self._row_at, self.row_index = (len(self.ledger), index) if row else (-1, -1)
+        self.suspect = False
+
+    def _grown(self, tokens: Tokens) -> None:
         begin = len(self.ledger)
         self.ledger.extend(tokens)
         end = len(self.ledger)
@@ -424,10 +445,10 @@ class ResidentSequence:
             if end == begin + n_ubatch:
                 self._n_grid = end
         self._drop_row()
-        self._row_at, self.row_index = (end, index) if row else (-1, -1)
 
-    def failed(self, tokens: Tokens, error: DecodeError | None) -> None:
-        """`error`: what the decode ended with; None where the call was left by something else.
+    def failed(self, tokens: Tokens, error: DecodeError | None, *, dirty: bool = False) -> None:
+        """`error`: what the decode ended with; None where the call was left by something else. `dirty`: it is known
+        that it cannot be told what is left.
 
         Attention and windows: whole ubatches stay, and the memory says how many. What has a recurrent part says more
         than was computed, so the error must say that nothing went wrong inside.
@@ -438,19 +459,22 @@ class ResidentSequence:
         self._layout = self._layout and not self._windowed
         if error is None:
             committed = context.seq_pos_max(self.seq_id) + 1 - begin
-            self.suspect = self.suspect or self.runtime.is_recurrent
+            dirty = dirty or self.runtime.is_recurrent
         else:
             committed = error.committed
-            self.suspect = self.suspect or self.seq_id in error.dirty
-        if self.suspect:
+            dirty = dirty or self.seq_id in error.dirty
+        self.suspect = True
+        if dirty:
             return
         if committed > 0:
-            self.decoded(tokens[:committed], row=False)
+            self._grown(tokens[:committed])
         n = len(self.ledger)
         reached = context.seq_pos_max(self.seq_id) + 1
         if reached > n and context.seq_rm(self.seq_id, n, -1):
             reached = context.seq_pos_max(self.seq_id) + 1
-        if reached != n:
+        if reached == n:
+            self.suspect = False
+        else:
             self.drop()
 
     # The last token's logits.

@@ -9,8 +9,8 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -18,13 +18,14 @@ import msgspec
 from llamacppshim import saving
 from llamacppshim._native import Sampler
 from llamacppshim.answer import Chunk, Completion, completion_of
-from llamacppshim.config import DecodeConfig
+from llamacppshim.config import DecodeConfig, require_timeout
 from llamacppshim.errors import (
     BusyError,
     ContextOverflowError,
     DecodeAbortedError,
     DecodeFatalError,
     ForkedError,
+    InternalError,
     InvalidArgumentError,
     ManifestMismatchError,
     OutOfRangeError,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from llamacppshim.runtime import Runtime
 
 MAX_REPLIES = 256
+POLL_S = 0.01
 
 
 class Session:
@@ -61,9 +63,9 @@ class Session:
         self.runtime = runtime
         self.holding = Holding(runtime, sequence)
         self._prompts = PromptReader(runtime)
-        self._busy = threading.Lock()
-        self._owner = 0
-        self._closing = False
+        self._mutex = threading.Lock()
+        self._inside: _Call | None = None
+        self._closing = False  # a close waits for the call that is inside
         self._state: Literal["open", "closed", "fatal"] = "open"
         self._cause: BaseException | None = None
         self._stage: Literal["empty", "prefix", "suffix"] = "empty"
@@ -125,9 +127,10 @@ class Session:
                     num_ctx=self.runtime.n_ctx_seq,
                 )
             self._begin_change()
+            self.sequence.epoch = self.runtime.epoch
             self._identity = self.runtime.identity()
             if drift:
-                with self.runtime.turns:
+                with self.runtime.turns.lock:
                     self.sequence.drop()
             stored = self._from_store(prefix)
             try:
@@ -185,7 +188,7 @@ class Session:
                 return None
             snapshot = runtime.store.load(match.name)
             plan = saving.restore(self, snapshot)
-        except (SnapshotError, ContextOverflowError):
+        except (SnapshotError, ContextOverflowError, InternalError):
             return None  # damaged, gone, or of no use here after all: it is read
         runtime.speed.has_restored(snapshot.nbytes, plan.seconds)
         return plan
@@ -330,7 +333,9 @@ class Session:
                 chunk = await asyncio.shield(step)
             except asyncio.CancelledError:
                 self.cancel()
-                await asyncio.wait([step])
+                while not step.done():  # the task may be cancelled again meanwhile
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait([step])
                 self.sequence.stop.cancelled = False
                 raise
             if chunk is None:
@@ -426,21 +431,26 @@ class Session:
             stop.cancelled = True
             self.runtime.interrupt(stop)
 
-    def begin_answer(self, config: DecodeConfig) -> Answer:
-        """Takes up the last answer where nothing has happened since and the sampling is the same. Entered."""
+    def answer_for(self, config: DecodeConfig) -> Answer:
+        """The last answer where nothing has happened since and the sampling is the same; else a new one, which
+        `take_up` makes the session's. Changes nothing. Entered."""
         self._require_same_identity()
         at = len(self.holding.target)
         if at == 0:
             raise InvalidArgumentError("there is nothing to go on from: the session holds no token", field="prefix")
-        self.n_changes += 1
         last = self.answer_in_hand
         if last is not None and last.goes_on_with(config):
-            last.config = config
-            last.stream.stopped = False
             return last
-        self._drop_answer()
-        self._answer = Answer(config, Sampler(self.runtime.model, **config.sampling()), at)
-        return self._answer
+        return Answer(config, Sampler(self.runtime.model, **config.sampling()), at)
+
+    def take_up(self, answer: Answer, config: DecodeConfig) -> None:
+        """This answer is generated from now on. Entered."""
+        self.n_changes += 1
+        if answer is not self._answer:
+            self._drop_answer()
+            self._answer = answer
+        answer.config = config
+        answer.stream.stopped = False
 
     # Saving, restoring, branching.
 
@@ -478,6 +488,8 @@ class Session:
         ContextOverflowError   it does not fit (stage ``restore``)
         SnapshotCorruptError   its state is damaged
         """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"a Snapshot is needed, not {type(snapshot).__name__}")
         with self.entered():
             return saving.restore(self, snapshot)
 
@@ -510,7 +522,7 @@ class Session:
             children: list[Session] = []
             try:
                 for sequence in sequences:
-                    with self.runtime.turns:
+                    with self.runtime.turns.lock:
                         n_bytes = sequence.copy_from(held)
                     children.append(self._child(sequence, at, n_bytes))
             except BaseException:
@@ -535,7 +547,7 @@ class Session:
         child.holding.n_prompt = min(at, self.holding.n_prompt)
         child._identity, child._n_prefix = self._identity, min(at, self._n_prefix)
         if at >= self._n_prefix:
-            child._stage, child._prefix = self._stage, self._prefix
+            child._stage, child._prefix = "prefix" if at == self._n_prefix else self._stage, self._prefix
         exact: Literal["bitwise", "token"] = "bitwise" if child.holding.is_exact else "token"
         reason = f"branched at {at} of {whole} tokens" + (f"; {plan.reason}" if plan.reason else "")
         child._plan = ReusePlan(reuse_tokens=plan.reuse_tokens, source="branch", reason=reason, exact=exact)
@@ -581,14 +593,14 @@ class Session:
     def change_sequence(self, other: ResidentSequence) -> None:
         """Go on with another sequence, and let go of the own one. Its work, and a cancel, come along."""
         old = self.sequence
-        other.counters, other.stop = old.counters, old.stop
+        other.counters, other.stop, other.epoch = old.counters, old.stop, old.epoch
         self.holding.sequence = other
         self.runtime.release(old)
 
     def empty(self) -> None:
         """Hold nothing."""
         self._begin_change()
-        with self.runtime.turns:
+        with self.runtime.turns.lock:
             self.sequence.drop()
         self.holding.cut_to_held()
         self._n_prefix, self._stage, self._prefix = 0, "empty", None
@@ -606,8 +618,9 @@ class Session:
         self._prompts.describe(self._prefix)
         self._identity, self._plan = self.runtime.identity(), plan
         if contents.answer is not None and sampler is not None:
-            self._answer = Answer(contents.answer.config, sampler, contents.answer.begin, len(snapshot.tokens))
-            self._answer.stream.resume(contents.answer.pending)
+            record = contents.answer
+            self._answer = Answer(record.full_config(), sampler, record.begin, len(snapshot.tokens))
+            self._answer.stream.resume(record.pending, record.said)
 
     # What it is.
 
@@ -674,15 +687,17 @@ class Session:
             return
         if park and self._state == "open":
             self.park()
-        if self._owner == threading.get_ident():
-            raise BusyError("the session cannot be closed from inside one of its calls")
-        self._closing = True
-        while not self._busy.acquire(timeout=0.01):
+        call = _Call(sys._getframe())
+        while (other := self._enter(call)) is not None:
+            if other.thread == call.thread:
+                raise BusyError("the session cannot be closed from inside one of its calls")
+            self._closing = True
             self.cancel()
+            time.sleep(POLL_S)
         try:
             self._end("closed")
         finally:
-            self._busy.release()
+            self._inside = None
 
     def __enter__(self) -> Session:
         self._require_open()
@@ -697,7 +712,6 @@ class Session:
         if getattr(self, "_state", "closed") != "open" or sys.is_finalizing() or os.getpid() != self._pid:
             return
         if not self.runtime.closed:
-            self.runtime.orphaned(self.sequence.seq_id)
             warnings.warn("a session was not closed", ResourceWarning, source=self, stacklevel=2)
 
     def __reduce__(self) -> Any:
@@ -716,16 +730,37 @@ class Session:
         if self._state == "closed":
             raise SessionClosedError
 
+    def _enter(self, call: _Call) -> _Call | None:
+        """Takes the session for a call; the one that has it, where there is one."""
+        with self._mutex:
+            other = self._inside
+            if other is not None and other.runs:
+                return other
+            self._inside = call
+            return None
+
+    def entered(
+        self, timeout_s: float | None = None, *, frame: FrameType | None = None
+    ) -> AbstractContextManager[ResidentSequence]:
+        """One call at a time. What makes the context unusable makes the session fatal.
+
+        Parameters
+        ----------
+        frame
+            Of the function that the call is over with, where that is not the one that calls this.
+        """
+        return self._entered(timeout_s, _Call(sys._getframe(1) if frame is None else frame))
+
     @contextmanager
-    def entered(self, timeout_s: float | None = None) -> Iterator[ResidentSequence]:
-        """One call at a time. What makes the context unusable makes the session fatal."""
+    def _entered(self, timeout_s: float | None, call: _Call) -> Iterator[ResidentSequence]:
         self._require_open()
-        if not self._busy.acquire(blocking=False):
-            if self._closing:
-                raise SessionClosedError
-            raise BusyError("another thread is inside this session")
-        self._owner = threading.get_ident()
+        require_timeout(timeout_s)
         try:
+            if (other := self._enter(call)) is not None:
+                if self._closing:
+                    raise SessionClosedError
+                who = "this thread" if other.thread == call.thread else "another thread"
+                raise BusyError(f"{who} is inside this session")
             self._require_open()
             stop = self.sequence.stop
             stop.begin(timeout_s)
@@ -739,8 +774,8 @@ class Session:
                 self.fail(error)
                 raise
         finally:
-            self._owner = 0
-            self._busy.release()
+            if self._inside is call:
+                self._inside = None
 
     def fail(self, error: BaseException) -> None:
         """Fatal, where the error says that nothing can be trusted. Entered."""
@@ -805,6 +840,28 @@ class Session:
         if (field := self._identity.compatible(now)) is not None:
             expected, actual = getattr(self._identity, field), getattr(now, field)
             raise ManifestMismatchError(field=field, expected=expected, actual=actual)
+        self.sequence.epoch = self.runtime.epoch  # others came, and went again before anything was computed
+
+
+class _Call:
+    """A call that is inside a session: a frame of its thread.
+
+    Whether it still is there, the thread's stack says: an interrupt can come between a block's end and its context
+    manager's first line, and then nothing else tells that the call is over.
+    """
+
+    __slots__ = ("_frame_id", "thread")
+
+    def __init__(self, frame: FrameType) -> None:
+        self.thread = threading.get_ident()
+        self._frame_id = id(frame)
+
+    @property
+    def runs(self) -> bool:
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None and id(frame) != self._frame_id:
+            frame = frame.f_back
+        return frame is not None
 
 
 class Suffix:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import mmap
 import os
 import stat
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -24,6 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from llamacppshim.answer import TextStream
 from llamacppshim.checkpoints import Checkpoint
 from llamacppshim.config import DecodeConfig
 from llamacppshim.errors import SnapshotCorruptError, SnapshotError, SnapshotMismatchError
@@ -51,16 +53,41 @@ class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash: str
 
 
-class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An answer that can be taken up: its settings, the seed in use, and where in the tokens it begins."""
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An answer that can be taken up: its settings, the seed in use, where in the tokens it begins, and what of its
+    text was held back, or said although it may begin a stop text. Forbidden tokens: JSON has no infinite bias."""
 
     config: DecodeConfig
+    forbidden: tuple[int, ...] = ()
     seed: int
     begin: int
     pending: bytes = b""
+    said: str = ""
+
+    @classmethod
+    def of(cls, config: DecodeConfig, seed: int, begin: int, stream: TextStream) -> AnswerRecord:
+        bias = pairs_of(config)
+        forbidden = tuple(token for token, value in bias if value == -math.inf)
+        if forbidden:
+            kept = tuple((token, value) for token, value in bias if value != -math.inf)
+            config = msgspec.structs.replace(config, logit_bias=kept)
+        return cls(
+            config=config, forbidden=forbidden, seed=seed, begin=begin, pending=stream.pending(), said=stream.said
+        )
+
+    def full_config(self) -> DecodeConfig:
+        if not self.forbidden:
+            return self.config
+        bias = (*pairs_of(self.config), *((token, -math.inf) for token in self.forbidden))
+        return msgspec.structs.replace(self.config, logit_bias=bias)
 
 
-class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+def pairs_of(config: DecodeConfig) -> tuple[tuple[int, float], ...]:
+    bias = config.logit_bias or ()
+    return tuple(bias.items()) if isinstance(bias, Mapping) else tuple(bias)
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a snapshot says of itself.
 
     n_resident      leading tokens that the state holds; the rest is read again
@@ -189,6 +216,13 @@ class Snapshot:
         Raises SnapshotError where it cannot be written; what was there is still there then.
         """
         target = Path(path)
+        try:
+            if target.exists() and not target.is_file():  # the rename would replace a device or a pipe
+                raise SnapshotError(f"{ascii_line(target)}: not a regular file", path=str(target))
+        except (OSError, ValueError) as error:
+            if isinstance(error, SnapshotError):
+                raise
+            raise SnapshotError(f"{ascii_line(target)}: {error}", path=str(target)) from error
         head, parts, size = self._layout()
         try:
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".snapshot-", suffix=".tmp")
@@ -293,6 +327,12 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, str, int]]
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     return little.data.cast("B") if little.size else memoryview(b"")
+
+
+def ascii_line(path: object) -> str:
+    """A path for a message, whatever is in it."""
+    text = str(path)
+    return text if text.isprintable() else ascii(text)
 
 
 def _aligned(offset: int) -> int:

@@ -95,7 +95,7 @@ class SnapshotStore:
     ) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
             raise InvalidArgumentError(field="max_bytes", expected="a number of bytes", actual=max_bytes)
-        if ttl_s is not None and not ttl_s >= 0:
+        if ttl_s is not None and not (isinstance(ttl_s, (int, float)) and ttl_s >= 0):
             raise InvalidArgumentError(field="ttl_s", expected="seconds, or None", actual=ttl_s)
         self.folder = Path(folder)
         self.max_bytes = max_bytes
@@ -137,6 +137,8 @@ class SnapshotStore:
 
         Raises SnapshotError where it cannot be written (a full disk); the other entries are still there then.
         """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"a Snapshot is needed, not {type(snapshot).__name__}")
         name = entry_name(snapshot.manifest, snapshot.tokens)
         path = self.folder / name
         size = snapshot.nbytes + (1 << 16)
@@ -202,6 +204,8 @@ class SnapshotStore:
     def load(self, name: str) -> Snapshot:
         """An entry by its name, checked whole. A damaged one is counted, and not found again."""
         path = self.folder / name
+        if NAME.fullmatch(name) is None:
+            raise SnapshotError(f"{name!r} is no entry's name", path=str(path))
         try:
             snapshot = Snapshot.load(path)
             if entry_name(snapshot.manifest, snapshot.tokens) != name:
@@ -233,7 +237,7 @@ class SnapshotStore:
         self._index.stamp = stamp
         seen: set[str] = set()
         self.ignored = 0
-        with os.scandir(self.folder) as files:
+        with self._scanned() as files:
             for file in files:
                 if NAME.fullmatch(file.name) is None:
                     self.ignored += file.name != ".lock" and TEMPORARY.fullmatch(file.name) is None
@@ -251,6 +255,14 @@ class SnapshotStore:
                         seen.add(file.name)
         for name in [name for name in self._index.entries if name not in seen]:
             self._forget(name)
+
+    @contextlib.contextmanager
+    def _scanned(self) -> Iterator[Iterator[os.DirEntry[str]]]:
+        try:
+            with os.scandir(self.folder) as files:
+                yield files
+        except OSError as error:
+            raise SnapshotError(f"{self.folder}: {error.strerror or error}", path=str(self.folder)) from error
 
     def _learn(self, name: str, n_bytes: int, used: float, mark: tuple[int, int]) -> bool:
         match = NAME.fullmatch(name)

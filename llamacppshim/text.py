@@ -24,6 +24,8 @@ MARGIN_TOKENS = 16  # of these that must come out as before, besides those that 
 PIECE_BYTES = 1 << 16
 CACHE_BYTES = 64 << 20
 
+_ANCHORS = (b"\n", b"\na", b"\n.")  # for a text that goes on after tokens which stay as they are
+
 # Between a newline and a letter every pre-tokenizer splits, and no piece of a vocabulary reaches over it.
 _LINE_START = re.compile(rb"\n(?=[A-Za-z])")
 
@@ -121,10 +123,9 @@ class Tokenizer:
         and no merge with them."""
         if not text:
             return np.empty(0, dtype=np.int32)
-        for n in (16, 4, 1):
-            if len(tokens) < n:
-                continue
-            tail = self._vocabulary.detokenize(tokens[-n:])
+        tails = [self._vocabulary.detokenize(tokens[-n:]) for n in (16, 4, 1) if len(tokens) >= n]
+        # Where a token reaches over every tail, after something that none reaches over.
+        for tail in (*tails, *_ANCHORS):
             alone, both = self._alone_and_both(tail, text, parse_special)
             if len(alone) and common_prefix(alone, both) == len(alone):
                 return both[len(alone) :]
@@ -135,21 +136,15 @@ class Tokenizer:
         n_tail = TAIL_BYTES
         while True:
             begin = _tail_begin(whole, end, n_tail)
-            joint = self._joint(whole[begin:end], text, parse_special, head_tokens if begin else None)
-            if joint is not None:
-                return joint
-            n_tail *= 8
-
-    def _joint(self, tail: bytes, text: bytes, parse_special: bool, head_tokens: Tokens | None) -> Joint | None:
-        """None where the tail's own tokens are not those that end the head: it must begin earlier."""
-        alone, both = self._alone_and_both(tail, text, parse_special)
-        same = common_prefix(alone, both)
-        n_back = len(alone) - same
-        if head_tokens is not None:
+            alone, both = self._alone_and_both(whole[begin:end], text, parse_special)
+            same = common_prefix(alone, both)
             settled = common_prefix(alone[::-1], head_tokens[::-1])
-            if settled < n_back + MARGIN_TOKENS:
-                return None
-        return Joint(n_back, both[same:])
+            # The tail's own tokens have to be those that end the head, and more of them than change.
+            if settled >= len(alone) - same + MARGIN_TOKENS or settled == len(alone) == len(head_tokens):
+                return Joint(len(alone) - same, both[same:])
+            if begin == 0:  # the head was tokenised in another way, with special tokens for instance: it stays as it is
+                return Joint(0, self.after(head_tokens, text, parse_special))
+            n_tail *= 8
 
     def _alone_and_both(self, tail: bytes, text: bytes, parse_special: bool) -> tuple[Tokens, Tokens]:
         key = (tail, text, parse_special)

@@ -91,6 +91,7 @@ cdef class Model:
     cdef str _name
     cdef tuple _files     # file_identity of each, when loaded
     cdef str _tokenizer_digest
+    cdef dict _load_options
     cdef object __weakref__
 
     def __cinit__(
@@ -123,6 +124,17 @@ cdef class Model:
         params.use_extra_bufts = use_extra_bufts
         params.vocab_only = vocab_only
         params.load_mtp = load_mtp
+        self._load_options = {
+            "n_gpu_layers": params.n_gpu_layers,
+            "devices": None if devices is None else tuple(devices),
+            "split_mode": split_mode,
+            "main_gpu": params.main_gpu,
+            "tensor_split": None if tensor_split is None else tuple(shares.tolist()),
+            "use_mmap": bool(use_mmap),
+            "use_mlock": bool(use_mlock),
+            "use_extra_bufts": bool(use_extra_bufts),
+            "check_tensors": bool(check_tensors),
+        }
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         asked.callback = NULL if progress is None else <PyObject*>progress
@@ -276,6 +288,11 @@ cdef class Model:
         """
         self.require_open()
         return digest_of(self._files)
+
+    @property
+    def load_options(self):
+        """How it was loaded: the parameters of this class that change where and in which form its weights lie. A copy."""
+        return dict(self._load_options)
 
     @property
     def tokenizer_digest(self):

@@ -290,8 +290,13 @@ def qwen() -> str:
 def test_a_required_call_is_held_to_its_form_and_parsed(loaded: dict[str, Model]) -> None:
     with open_runtime(loaded, "attention", n_ctx=2048, chat_template=qwen()) as runtime, runtime.session() as session:
         reply = session.chat(
-            [user("The weather in Bern?")], [WEATHER], template={"tool_choice": "required"}, max_tokens=400, seed=1,
-            temperature=0.8, logit_bias=None,
+            [user("The weather in Bern?")],
+            [WEATHER],
+            template={"tool_choice": "required"},
+            max_tokens=400,
+            seed=1,
+            temperature=0.8,
+            logit_bias=None,
         )
         seen = []
         for _ in reply:

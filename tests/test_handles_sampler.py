@@ -83,9 +83,7 @@ def test_a_clone_goes_on_as_the_original_would(model: Model, row: NDArray[np.flo
         ({"top_k": 3, "min_p": 0.0, "top_p": 1.0}, 3),
     ],
 )
-def test_a_cut_keeps_the_most_likely(
-    model: Model, row: NDArray[np.float32], params: dict[str, Any], kept: int
-) -> None:
+def test_a_cut_keeps_the_most_likely(model: Model, row: NDArray[np.float32], params: dict[str, Any], kept: int) -> None:
     """Oracle: numpy's order of the row. At a high temperature every kept token turns up."""
     best = set(np.argsort(row)[::-1][:kept].tolist())
     with Sampler(model, temperature=8.0, seed=1, **params) as sampler:

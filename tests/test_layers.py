@@ -25,6 +25,7 @@ PURE = {
     "reuse": {"errors", "ledger"},
     "models": {"errors"},
     "digests": {"models"},
+    "sources": {"errors", "models"},
     "manifest": {"errors", "config", "reuse"},
     "report": {"manifest", "reuse"},
     "text": {"errors", "ledger", "reuse"},
@@ -34,7 +35,7 @@ PURE = {
     "profile": {"errors", "config", "formats", "manifest"},
     "formats": {"errors"},
     "prompt": {"errors", "assemble", "ledger", "manifest"},
-    "snapshot": {"errors", "config", "manifest", "checkpoints", "ledger"},
+    "snapshot": {"errors", "config", "answer", "manifest", "checkpoints", "ledger"},
     "store": {"errors", "manifest", "ledger", "reuse", "snapshot"},
 }
 BELOW_RUNTIME = {*PURE, "_native"}

@@ -83,7 +83,7 @@ def test_closing_twice_is_fine(run_child: RunChild) -> None:
             assert handle.closed
             assert "closed" in repr(handle)
         assert set(live_counts().values()) == {0}
-        """
+        """,
     )
 
 
@@ -103,7 +103,7 @@ def test_every_use_after_close_is_a_closed_error(run_child: RunChild) -> None:
         assert refusal(context.decode_batch, handles["batch"])[0] == "ClosedError"
         assert refusal(Sampler(other).sample, handles["context"])[0] == "ClosedError"
         context.decode([1])
-        """
+        """,
     )
 
 
@@ -118,7 +118,7 @@ def test_a_with_block_closes_its_handle_even_when_it_raises(run_child: RunChild)
                     raise KeyError
             except KeyError:
                 assert handle.closed
-        """
+        """,
     )
 
 
@@ -141,7 +141,7 @@ def test_a_model_closed_first_serves_its_handles_until_the_last(run_child: RunCh
         while handles:
             handles.popitem()[1].close()
         assert set(live_counts().values()) == {0}
-        """
+        """,
     )
 
 
@@ -163,7 +163,7 @@ def test_a_close_during_a_decode_in_another_thread_is_busy(run_child: RunChild) 
         context.decode([1, 2, 3])
         context.close()
         assert set(live_counts().values()) == {0}
-        """
+        """,
     )
 
 
@@ -191,7 +191,7 @@ def test_of_four_threads_on_one_context_three_are_told_that_it_is_busy(run_child
         first.join()
         assert isinstance(results[0], DecodeAbortedError)
         sampler.reset()                        # was not left marked as inside
-        """
+        """,
     )
 
 
@@ -309,7 +309,7 @@ def test_handles_cannot_be_pickled_or_copied(run_child: RunChild) -> None:
             for refuse in (pickle.dumps, copy.copy, copy.deepcopy):
                 name, text = refusal(refuse, handle)
                 assert name == "TypeError" and type(handle).__name__ in text, (handle, refuse, name, text)
-        """
+        """,
     )
 
 
@@ -345,7 +345,7 @@ def test_reference_cycles_are_collected(run_child: RunChild) -> None:
         assert live_counts()["contexts"] == 3
         gc.collect()
         assert set(live_counts().values()) == {0}, live_counts()
-        """
+        """,
     )
 
 
@@ -359,7 +359,7 @@ def test_handles_can_be_watched_by_weak_references(run_child: RunChild) -> None:
         assert all(ref() is not None for ref in watched)
         handles.clear()
         assert [ref() for ref in watched] == [None] * 5
-        """
+        """,
     )
 
 
@@ -372,7 +372,7 @@ def test_the_interpreter_exits_silently_with_everything_open(run_child: RunChild
         array = np.asarray(view)
         handles["me"] = handles
         sys.modules["kept"] = handles
-        """
+        """,
     )
 
 
@@ -480,7 +480,7 @@ def test_an_array_let_go_during_a_decode_lets_the_row_go_afterwards(run_child: R
         context.decode([1] * 32, logits="all")     # would be refused while a row is held
         context.close()
         assert live_counts()["contexts"] == 0
-        """
+        """,
     )
 
 
@@ -523,7 +523,7 @@ def test_ctrl_c_ends_a_long_decode_and_the_context_is_usable(run_child: RunChild
         context.clear()
         context.decode([1, 2, 3])                 # the cancel is not left behind
         np.testing.assert_array_equal(context.logits(), expected)
-        """
+        """,
     )
 
 
@@ -540,7 +540,7 @@ def test_a_handler_that_does_not_raise_makes_ctrl_c_a_decode_aborted_error(run_c
         context.clear()
         context.decode([1, 2, 3])
         np.testing.assert_array_equal(context.logits(), expected)
-        """
+        """,
     )
 
 
@@ -555,7 +555,7 @@ def test_an_ignored_ctrl_c_does_not_end_a_decode(run_child: RunChild) -> None:
         while time.monotonic() < began + 0.6:
             context.clear()
             assert context.decode(tokens[:2000], logits="none").committed == 2000
-        """
+        """,
     )
 
 
@@ -587,7 +587,7 @@ def test_signals_between_short_decodes_never_abort_the_next(run_child: RunChild)
         context.clear()
         context.decode([1, 2, 3])
         np.testing.assert_array_equal(context.logits(), expected)
-        """
+        """,
     )
 
 
@@ -607,7 +607,7 @@ def test_ctrl_c_while_another_thread_decodes_is_the_main_thread_s_alone(run_chil
             pass
         thread.join()
         assert results[0].committed == 2000
-        """
+        """,
     )
 
 

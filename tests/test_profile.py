@@ -297,7 +297,7 @@ def test_a_profile_made_in_python_is_judged_too(values: dict[str, Any]) -> None:
     ("profile", "field"),
     [
         (Profile(model="\ud800"), "model"),
-        (Profile(model="m", sampling=DecodeConfig(stop=("a", "\udfff"))), "sampling.stop[1]"),
+        (Profile(model="m", sampling=DecodeConfig(grammar="\udfff")), "sampling.grammar"),
         (Profile(model="m", sampling=DecodeConfig(logit_bias={1: -math.inf})), "sampling.logit_bias[0][1]"),
         (Profile(model="m", sampling=DecodeConfig(top_k=1.5)), "sampling.top_k"),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sessions import N_CTX, N_UBATCH, last_row, open_runtime, some_tokens
+from sessions import N_CTX, N_UBATCH, TOLERANCE, last_row, open_runtime, some_tokens
 
 from llamacppshim import Context, Model, Sampler
 from llamacppshim.errors import ContextOverflowError, InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError
@@ -92,7 +92,7 @@ def test_the_next_prefix_does_not_reuse_what_was_read_with_evicted_tokens(models
         row = last_row(session)
         with open_runtime(models, "attention") as fresh, fresh.session() as cold:
             cold.ensure_prefix(left)
-            np.testing.assert_allclose(row, last_row(cold), atol=0.05)
+            np.testing.assert_allclose(row, last_row(cold), atol=TOLERANCE)
 
 
 def test_what_was_evicted_is_not_saved_and_comes_back_by_reading(models: dict[str, Model]) -> None:

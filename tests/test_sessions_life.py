@@ -115,14 +115,14 @@ def test_ctrl_c_while_waiting_for_a_turn_leaves_the_turns_intact(run_child: RunC
         """
         with opened(n_seq_max=2) as runtime:
             session = runtime.session()
-            runtime.turns.__enter__()
+            runtime.turns.lock.acquire()
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:
                 session.ensure_prefix(text)
                 raise AssertionError
             except KeyboardInterrupt:
                 pass
-            runtime.turns.__exit__()
+            runtime.turns.lock.release()
             session.ensure_prefix(text)
             assert session.collect(max_tokens=3, ignore_eos=True).tokens
         """,

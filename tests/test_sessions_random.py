@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from sessions import N_CTX, last_row, open_runtime, some_tokens
+from sessions import N_CTX, TOLERANCE, last_row, open_runtime, some_tokens
 
 from llamacppshim import Model, _native
 from llamacppshim.errors import ContextOverflowError, DecodeAbortedError, DecodeError, ManifestMismatchError
@@ -19,8 +19,6 @@ from llamacppshim.runtime import Runtime
 from llamacppshim.session import Session
 
 WHO = st.integers(0, 1)
-# What a different layout of cells, or different pieces, may change in a logit of these models; a wrong cell changes 1.
-TOLERANCE = 0.05
 
 
 class Turns(RuleBasedStateMachine):

@@ -108,7 +108,9 @@ static void test_every_row_asked_for_is_there_across_pieces(lcs_model * model) {
     const float * none = NULL;
     CHECK_STATUS(lcs_context_logits(one, -1, &none), LCS_STATUS_RANGE);
     CHECK_OK(lcs_context_clear(one, true));
-    /* Oracle: the argmax of each row against decoding token by token (other kernels: not the same bits). */
+    /* Oracle: each row against decoding token by token. Other kernels, so not the same bits, and how far apart depends on
+     * the CPU; but the row before is ten times as far. */
+    float * before = calloc((size_t) n_vocab, sizeof *before);
     for (int32_t i = 0; i < N; ++i) {
         const float * a = NULL;
         const float * b = NULL;
@@ -116,14 +118,17 @@ static void test_every_row_asked_for_is_there_across_pieces(lcs_model * model) {
         CHECK_OK(lcs_context_logits(all, i, &a));
         CHECK_OK(lcs_context_logits(one, 0, &b));
         float largest = 0;
+        float to_before = 0;
         for (int32_t t = 0; t < n_vocab; ++t) {
-            const float d = fabsf(a[t] - b[t]);
-            largest = d > largest ? d : largest;
+            largest = fmaxf(largest, fabsf(a[t] - b[t]));
+            to_before = fmaxf(to_before, fabsf(a[t] - before[t]));
+            before[t] = b[t];
         }
-        CHECK(largest < 0.05f);
+        CHECK(largest < 0.25f && largest * 10 < to_before);
         CHECK_OK(lcs_context_logits(all, i - N, &b));
         CHECK(a == b);
     }
+    free(before);
     lcs_context_free(all);
     lcs_context_free(one);
 }

@@ -454,7 +454,7 @@ static void test_saved_draws_go_on_in_another_sampler(void) {
             CHECK_OK(lcs_sampler_accept(other, begin[i]));
         }
         /* What is cut or damaged changes nothing. */
-        const size_t cuts[] = {0, 1, size / 2, size - 3};
+        const size_t cuts[] = {0, 1, size / 2, size - 3, size - 6};
         for (size_t i = 0; i < sizeof cuts / sizeof *cuts; ++i) {
             CHECK_STATUS(lcs_sampler_load_draws(other, saved, cuts[i]), LCS_STATUS_STATE_CORRUPT);
         }

@@ -1,0 +1,417 @@
+"""What a newcomer and an attacker found, each with the right value."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import RunChild
+from sessions import TOLERANCE, last_row, open_runtime, some_tokens
+
+from llamacppshim import Model, Runtime, Session, Snapshot, SnapshotStore, decode_many, prefill_many
+from llamacppshim.errors import (
+    ContextOverflowError,
+    DecodeAbortedError,
+    GrammarError,
+    InvalidArgumentError,
+    ManifestMismatchError,
+    OutOfRangeError,
+    SnapshotCorruptError,
+    SnapshotError,
+)
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
+
+
+@pytest.fixture
+def models(loaded: dict[str, Model]) -> dict[str, Model]:
+    return loaded
+
+
+def test_a_full_window_in_one_pool_is_lost_to_others_and_known_to_be(models: dict[str, Model]) -> None:
+    values = {"n_ctx": 512, "n_seq_max": 3, "kv_unified": True}
+    wanted = [*some_tokens(60, seed=2), *some_tokens(3, seed=9)]
+    with open_runtime(models, "swa-full", **values) as runtime, runtime.session() as a, runtime.session() as b:
+        a.ensure_prefix(some_tokens(40, seed=1))
+        b.ensure_prefix(some_tokens(100, seed=2))
+        a.ensure_prefix(some_tokens(80, seed=3))
+        status = b.ensure_prefix(wanted)
+        assert status.plan.source != "live" or status.reused_tokens <= 60
+        row = last_row(b)
+    with open_runtime(models, "swa-full", **values) as runtime, runtime.session() as cold:
+        cold.ensure_prefix(wanted)
+        np.testing.assert_allclose(row, last_row(cold), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("reuse", ["token", "bitwise"])
+def test_adapters_changed_during_a_prefill_are_not_mixed_in(
+    models: dict[str, Model], tiny_models: dict[str, Path], reuse: str
+) -> None:
+    lora, tokens, n = [(tiny_models["tiny-lora"], 4.0)], some_tokens(200), 0
+    with open_runtime(models, "streams", reuse=reuse) as runtime, runtime.session() as session:
+
+        def other(done: int, total: int) -> None:
+            nonlocal n
+            n += 1
+            if n == 2:
+                runtime.set_adapters(lora)
+
+        with pytest.raises(ManifestMismatchError, match="adapters"):
+            session.ensure_prefix(tokens, progress=other)
+        assert session.explain().resident_tokens == 64
+        runtime.set_adapters([])
+        session.ensure_prefix(tokens)
+        row = last_row(session)
+        answer = session.decode(max_tokens=20, ignore_eos=True)
+        next(answer)
+        runtime.set_adapters(lora)
+        with pytest.raises(ManifestMismatchError, match="adapters"):
+            next(answer)
+        runtime.set_adapters([])
+        assert session.collect(max_tokens=2, ignore_eos=True).tokens
+        with runtime.session() as cold:
+            cold.ensure_prefix(tokens)
+            np.testing.assert_allclose(row, last_row(cold), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seam", ["refuse", "reread"])
+def test_a_special_token_of_the_prefix_stays_whatever_the_suffix_is(models: dict[str, Model], seam: str) -> None:
+    with open_runtime(models, "attention", seam=seam) as runtime, runtime.session() as session:
+        end = runtime.model.token_piece(runtime.model.eos).decode()
+        for suffix in (">", ".", "x", end):
+            session.ensure_prefix("Hi" + end, parse_special=True)
+            prefix = session.tokens
+            session.prefill_suffix(suffix)
+            np.testing.assert_array_equal(session.tokens[: len(prefix)], prefix)
+            assert runtime.model.detokenize(session.tokens).decode() == "Hi" + end + suffix
+
+
+def test_an_appended_text_gets_no_space_where_it_would_merge(models: dict[str, Model]) -> None:
+    with open_runtime(models, "spm") as runtime, runtime.session() as session:
+        for first, second in (("foo", "bar"), ("hel", "lo world"), ("1", "2"), ("a", "\nb"), ("x", " y"), ("é", "é")):
+            session.ensure_prefix("Hello\n")
+            session.prefill_suffix(first)
+            session.prefill_suffix(second, append=True)
+            assert runtime.model.detokenize(session.tokens).decode().endswith(f"Hello\n{first}{second}")
+
+
+def test_a_last_token_that_is_read_again_alone_is_not_called_exact(models: dict[str, Model]) -> None:
+    with open_runtime(models, "streams") as runtime, runtime.session() as session:
+        with pytest.raises(DecodeAbortedError):
+            session.ensure_prefix(some_tokens(35), progress=lambda done, total: session.cancel())
+        assert session.explain().exact == "token"
+
+
+# Interrupts. In a child: an alarm raises where SIGINT would.
+
+ALARM = """
+    import random
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGALRM, interrupt)
+    random.seed(1)
+    def interrupted(work, until):
+        done = time.monotonic() + until
+        n = 0
+        while time.monotonic() < done:
+            try:
+                # Again and again: Python drops what is raised in a weak reference's callback.
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3), 0.05)
+                while True:
+                    work()
+            except KeyboardInterrupt:
+                n += 1
+            finally:
+                while True:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        break
+                    except KeyboardInterrupt:
+                        pass
+        return n
+"""
+
+
+def test_no_interrupt_leaves_a_session_or_a_turn_taken(run_child: RunChild) -> None:
+    run_child(
+        ALARM,
+        """
+        import faulthandler
+        faulthandler.dump_traceback_later(100, exit=True)
+        with Runtime.open(TINY["tiny-llama"], n_ctx=512, n_threads=1, n_seq_max=2) as runtime:
+            session = runtime.session()
+            session.ensure_prefix("Hello\\n")
+            assert interrupted(lambda: session.plan("Hello\\n"), 3) > 100
+            def turn():
+                session.ensure_prefix("Hello\\n")
+                session.collect(max_tokens=3, ignore_eos=True)
+            assert interrupted(turn, 5) > 100
+            def other():
+                with runtime.session() as one:
+                    one.ensure_prefix("Hi\\n")
+            import warnings
+            warnings.simplefilter("ignore", ResourceWarning)
+            assert interrupted(other, 3) > 100
+            gc.collect()
+            with runtime.session() as one:
+                one.ensure_prefix("Hi\\n")
+            turn()
+            session.close()
+        """,
+        stderr=None,  # what is raised while Python itself runs a finalizer is said there, and ignored
+    )
+
+
+def test_a_cancel_from_a_signal_handler_does_not_lock_up(run_child: RunChild) -> None:
+    run_child(
+        """
+        import faulthandler, random
+        faulthandler.dump_traceback_later(60, exit=True)
+        with Runtime.open(TINY["tiny-llama"], n_ctx=512, n_threads=1) as runtime, runtime.session() as session:
+            signal.signal(signal.SIGALRM, lambda *_: session.cancel())
+            random.seed(1)
+            until = time.monotonic() + 4
+            while time.monotonic() < until:
+                try:
+                    if len(session.tokens) in (0, 400):
+                        session.ensure_prefix("Hello\\n")
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-3))
+                    for _ in session.decode(max_tokens=1, ignore_eos=True):
+                        pass
+                except DecodeAbortedError:
+                    pass
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        """
+    )
+
+
+def test_a_cancel_is_seen_by_one_prefill_of_many_and_then_gone(models: dict[str, Model]) -> None:
+    with open_runtime(models, "attention") as runtime, runtime.session() as session:
+        session.ensure_prefix("A\n")
+        session.cancel()
+        with pytest.raises(DecodeAbortedError, match="it was cancelled; 2 tokens are resident"):
+            prefill_many({session: "abc"})
+        prefill_many({session: "abc"})
+
+
+def test_a_task_that_is_cancelled_twice_leaves_nothing_behind(models: dict[str, Model]) -> None:
+    async def ask(session: Session) -> None:
+        async for _ in session.adecode(max_tokens=300, ignore_eos=True):
+            pass
+
+    async def main(session: Session) -> None:
+        for _ in range(20):
+            session.ensure_prefix("Hi\n")
+            task = asyncio.create_task(ask(session))
+            await asyncio.sleep(0.003)
+            task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            session.ensure_prefix("Hi there\n")
+
+    with open_runtime(models, "attention", n_ctx=2048) as runtime, runtime.session() as session:
+        asyncio.run(main(session))
+
+
+# Snapshots and stores.
+
+
+def test_a_restore_that_does_not_fit_beside_the_session_takes_its_place(
+    models: dict[str, Model], tmp_path: Path
+) -> None:
+    values = {"n_ctx": 256, "n_seq_max": 2, "store": tmp_path}
+    with open_runtime(models, "unified", **values) as runtime:
+        with runtime.session() as session:
+            session.ensure_prefix(some_tokens(150, seed=1))
+            saved = session.snapshot()
+            expected = session.collect(max_tokens=5, ignore_eos=True).tokens
+            session.ensure_prefix(some_tokens(150, seed=2))
+            session.restore(saved)
+            assert session.collect(max_tokens=5, ignore_eos=True).tokens == expected
+            session.park()
+            session.ensure_prefix(some_tokens(150, seed=2))
+            runtime.speed.tokens_per_s = 1.0
+            assert session.ensure_prefix(some_tokens(150, seed=1)).plan.source == "snapshot"
+        with runtime.session() as session, runtime.session() as other:
+            other.ensure_prefix(some_tokens(150, seed=3))
+            with pytest.raises(ContextOverflowError) as caught:
+                session.restore(saved)
+            assert caught.value.stage == "restore"
+            assert other.explain().resident_tokens == 150
+
+
+def test_forbidden_tokens_and_numpy_numbers_are_saved(models: dict[str, Model]) -> None:
+    bias = {5: float("-inf"), np.int64(7): np.float64(1.5)}
+    with open_runtime(models, "attention") as runtime, runtime.session() as session:
+        session.ensure_prefix("Hello\n")
+        values: dict[str, Any] = {**SAMPLED, "logit_bias": bias, "temperature": np.float64(0.9), "seed": np.uint32(3)}
+        session.collect(max_tokens=3, **values)
+        saved = Snapshot.from_bytes(session.snapshot().to_bytes())
+        expected = session.collect(max_tokens=9, **values).tokens
+        session.restore(saved)
+        assert session.collect(max_tokens=9, **values).tokens == expected
+        with pytest.raises(InvalidArgumentError, match=r"stop\[0\]"):
+            session.decode(stop=("\ud800",))
+        for name in ("temperature", "timeout_s"):
+            with pytest.raises(OutOfRangeError, match=name):
+                session.decode(**{name: 10**400})
+
+
+def test_an_answer_that_is_none_of_its_sampler_is_damage(models: dict[str, Model]) -> None:
+    import msgspec
+
+    with open_runtime(models, "attention") as runtime, runtime.session() as session:
+        session.ensure_prefix("Hello\n")
+        session.collect(max_tokens=3, **SAMPLED)
+        saved = session.snapshot()
+        assert saved.contents.answer is not None
+        for change in ({"seed": -1}, {"config": msgspec.structs.replace(saved.contents.answer.config, grammar="(((")}):
+            answer = msgspec.structs.replace(saved.contents.answer, **change)
+            contents = msgspec.structs.replace(saved.contents, answer=answer)
+            values = {name: getattr(saved, name) for name in ("tokens", "state", "text", "row", "checkpoints", "draws")}
+            with pytest.raises(SnapshotCorruptError):
+                session.restore(Snapshot(contents=contents, **values))
+
+
+def test_a_store_whose_folder_is_a_file_by_now_says_so(models: dict[str, Model], tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with open_runtime(models, "attention", store=folder) as runtime, runtime.session() as session:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        folder.write_text("")
+        assert session.ensure_prefix("Hello\n").plan.source == "none"
+        assert runtime.store is not None
+        with pytest.raises(SnapshotError):
+            runtime.store.entries()
+    store = SnapshotStore(tmp_path / "other")
+    for name in ("/etc/passwd", "../x", ""):
+        with pytest.raises(SnapshotError, match="no entry's name"):
+            store.load(name)
+    for wrong in (None, "x", b""):
+        with pytest.raises(TypeError, match="a Snapshot is needed"):
+            store.put(wrong)  # type: ignore[arg-type]
+
+
+# Answers.
+
+
+def test_a_refused_setting_leaves_the_answer_in_hand(models: dict[str, Model]) -> None:
+    with open_runtime(models, "streams") as runtime, runtime.session() as session, runtime.session() as empty:
+        session.ensure_prefix("Hello world.\n")
+        whole = session.collect(max_tokens=30, **SAMPLED).tokens
+        session.ensure_prefix("Hello world.\n")
+        first = session.collect(max_tokens=10, **SAMPLED).tokens
+        with pytest.raises(GrammarError):
+            session.decode(grammar="root ::= (((")
+        with pytest.raises(InvalidArgumentError, match="holds no token"):
+            decode_many([session, empty], max_tokens=3)
+        assert first + session.collect(max_tokens=20, **SAMPLED).tokens == whole
+        session.ensure_prefix("Hello world.\n")
+        chunks = session.decode(max_tokens=30, **SAMPLED)
+        next(chunks)
+        with pytest.raises((InvalidArgumentError, OutOfRangeError)):
+            session.decode(top_k=-(2**50))
+        assert len(list(chunks)) == 29
+
+
+def test_a_stop_text_across_a_cut_ends_the_answer_where_it_would_have_ended(models: dict[str, Model]) -> None:
+    with open_runtime(models, "attention") as runtime, runtime.session() as session:
+        session.ensure_prefix("Hello world.\n")
+        text = session.collect(max_tokens=6, ignore_eos=True).text
+        stop = text[4:8]
+        session.ensure_prefix("Hello world.\n")
+        whole = session.collect(max_tokens=6, ignore_eos=True, stop=stop)
+        assert whole.finish_reason == "stop"
+        for n in range(1, len(whole.tokens) + 1):
+            session.ensure_prefix("Hello world.\n")
+            first = session.collect(max_tokens=n, ignore_eos=True, stop=stop)
+            if first.finish_reason == "stop":
+                continue
+            saved = Snapshot.from_bytes(session.snapshot().to_bytes())
+            for restored in (False, True):
+                if restored:
+                    session.restore(saved)
+                rest = session.collect(max_tokens=6, ignore_eos=True, stop=stop)
+                assert rest.finish_reason == "stop"
+                assert first.tokens + rest.tokens == whole.tokens
+                assert (first.text + rest.text).startswith(whole.text)
+
+
+def test_one_prompt_of_no_kind_leaves_all_as_they_were(models: dict[str, Model]) -> None:
+    with open_runtime(models, "streams") as runtime, runtime.session() as one, runtime.session() as other:
+        for session in (one, other):
+            session.ensure_prefix("A\n")
+        with pytest.raises(TypeError):
+            prefill_many({one: "abc", other: 5})  # type: ignore[dict-item]
+        one.prefill_suffix("abc")
+
+
+def test_a_branch_at_the_prefix_is_a_prefix(models: dict[str, Model]) -> None:
+    with open_runtime(models, "streams") as runtime, runtime.session() as session:
+        session.ensure_prefix("A prefix.\n")
+        session.prefill_suffix("suffix")
+        (child,) = session.branch(at=session.n_prefix)
+        child.prefill_suffix("other")
+        child.close()
+
+
+# Runtimes.
+
+
+def test_a_model_that_is_loaded_says_how(models: dict[str, Model], tiny_models: dict[str, Path]) -> None:
+    with (
+        Model(tiny_models["tiny-llama"], use_extra_bufts=False, use_mmap=False) as model,
+        Runtime.open(model, n_ctx=256) as runtime,
+    ):
+        assert (runtime.config.use_extra_bufts, runtime.config.use_mmap) == (False, False)
+        own = runtime.identity()
+    with Runtime.open(models["tiny-llama"], n_ctx=256) as runtime:
+        assert runtime.identity().compatible(own) == "runtime_digest"
+
+
+def test_a_file_that_was_only_touched_is_still_the_same(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_models["tiny-llama"].read_bytes())
+    with open_runtime({"tiny-llama": path}, "attention") as runtime, runtime.session() as session:
+        session.ensure_prefix("A\n")
+        os.utime(path, (1, 1))
+        session.prefill_suffix("b")
+        assert session.ensure_prefix("A\n").reused_tokens == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf"), "x", True, 10**400])
+def test_a_time_limit_is_a_number_of_seconds(models: dict[str, Model], value: Any) -> None:
+    with open_runtime(models, "attention") as runtime, runtime.session() as session:
+        with pytest.raises((InvalidArgumentError, OutOfRangeError), match="timeout_s"):
+            session.ensure_prefix("A\n", timeout_s=value)
+        session.ensure_prefix(some_tokens(100), timeout_s=1e10)
+        assert "another thread" not in repr(session)
+
+
+def test_sessions_of_a_runtime_that_is_being_closed_are_closed(models: dict[str, Model]) -> None:
+    for _ in range(10):
+        runtime = open_runtime(models, "streams")
+        made: list[Session] = []
+
+        def make(runtime: Runtime = runtime, made: list[Session] = made) -> None:
+            try:
+                for _ in range(3):
+                    made.append(runtime.session())
+            except RuntimeError:
+                pass
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        runtime.close()
+        thread.join()
+        for session in made:
+            session.close()
+        assert repr(runtime) == "<Runtime closed>"
