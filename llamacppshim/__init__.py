@@ -80,6 +80,7 @@ from llamacppshim.reuse import ReusePlan
 from llamacppshim.runtime import Runtime
 from llamacppshim.session import Session
 from llamacppshim.snapshot import Snapshot
+from llamacppshim.sources import FoundModel, ModelSource, list_models, resolve_model
 from llamacppshim.store import SnapshotStore
 
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
     "DecodeStatus",
     "Explanation",
     "ForkedError",
+    "FoundModel",
     "GrammarError",
     "Identity",
     "InternalError",
@@ -122,6 +124,7 @@ __all__ = [
     "ManifestMismatchError",
     "Model",
     "ModelLoadError",
+    "ModelSource",
     "NoKVSlotError",
     "OutOfMemoryError",
     "OutOfRangeError",
@@ -165,9 +168,11 @@ __all__ = [
     "get_include",
     "hash_bytes",
     "json_schema_to_grammar",
+    "list_models",
     "live_counts",
     "prefill_many",
     "read_folder",
+    "resolve_model",
 ]
 
 __version__: str = build_info()["version"]

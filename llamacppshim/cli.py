@@ -14,7 +14,9 @@ except ImportError:
     sys.exit("llamacppshim: the command line needs its extra: pip install 'llamacppshim[cli]'")
 
 from llamacppshim import profile_cli, snapshot_cli
+from llamacppshim.demo import say
 from llamacppshim.errors import LlamaCppShimError
+from llamacppshim.sources import FORMS, list_models, ollama_stores
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(profile_cli.app, name="profile")
@@ -33,9 +35,8 @@ def demo(
         typer.Option(metavar="DIR", help="A folder of source files to ask about. [default: this package's own]"),
     ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="A GGUF file. [default: SmolLM2-135M-Instruct, 93 MB, downloaded once]"),
-    ] = None,
+        str, typer.Option(metavar="SPEC", help=f"{FORMS}: SmolLM2-135M-Instruct, 93 MB, downloaded once")
+    ] = "default",
     json: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the figures there too."),
@@ -49,6 +50,20 @@ def demo(
     from llamacppshim.demo import run
 
     run(rich.console.Console(), repo, model, json)
+
+
+@app.command()
+def models() -> None:
+    """List the models of this machine's Ollama stores and Hugging Face cache, as --model takes them."""
+    console = rich.console.Console()
+    found = list_models()
+    if not found:
+        say(console, "none; looked in " + ", ".join(map(str, ollama_stores())) + " and the Hugging Face cache")
+    width = max((len(model.spec) for model in found), default=0)
+    for model in found:
+        size = "-" if model.source is None else f"{model.n_bytes / 1e6:,.0f} MB"
+        notes = model.reason if model.source is None else "; ".join(model.source.notes)
+        say(console, f"{model.spec:<{width}}  {size:>10}  {notes}".rstrip())
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from llamacppshim import (
 )
 from llamacppshim.errors import InternalError, InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.folders import GENERATED
-from llamacppshim.models import default_model
+from llamacppshim.sources import resolve_model
 
 SCHEMA_VERSION = 1
 
@@ -129,15 +129,13 @@ class Prefix:
         return self.n_bytes[name or ""], name or ""
 
 
-def run(console: Console, repo: Path | None, model_path: Path | None, json_path: Path | None) -> None:
+def run(console: Console, repo: Path | None, model_name: str, json_path: Path | None) -> None:
     """The whole demonstration. Raises what the handles raise, and OSError."""
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise InvalidArgumentError(f"{json_path.parent} is not a folder")
     if repo is not None and not repo.is_dir():
         raise InvalidArgumentError(f"{repo} is not a folder")
-    if model_path is None:
-        with bar(console, "downloading SmolLM2-135M-Instruct", rich.progress.DownloadColumn()) as update:
-            model_path = default_model(update)
+    model_path = model_file(console, model_name)
     with Model(model_path) as model, ChatTemplate(model) as template:
         say(console, f"model   {model.name} ({model.architecture}, {model.n_bytes / 1e6:,.0f} MB)")
         n_ctx = context_size(model)
@@ -373,6 +371,15 @@ def bar(console: Console, label: str, count: rich.progress.ProgressColumn) -> It
     finally:
         if task is not None:
             progress.stop()
+
+
+def model_file(console: Console, name: str) -> Path:
+    """The file that a model's name means; what of its entry is not used is said."""
+    with bar(console, f"downloading {name}", rich.progress.DownloadColumn()) as update:
+        source = resolve_model(name, progress=update)
+    for note in source.notes:
+        say(console, f"note    {note}", style="dim")
+    return source.path
 
 
 def say(console: Console, text: str, *, style: str | None = None, end: str = "\n") -> None:

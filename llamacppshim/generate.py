@@ -104,6 +104,7 @@ class Step:
         """The next token, from the last one's logits, which are at hand."""
         session, answer, config = self.session, self._answer, self._config
         held, model, stream = session.sequence, session.runtime.model, answer.stream
+        end, answer.end = answer.end, -1  # an answer that is interrupted in here is not taken up again
         with session.runtime.turns.lock:
             if held.row_in_context:
                 row = held.row() if config.logprobs is not None else None
@@ -112,14 +113,15 @@ class Step:
                 row = held.row()
                 token = answer.sampler.sample_row(row)
         if model.is_eog(token) and not config.ignore_eos:
+            answer.end = end
             return Chunk(text=stream.feed(b"", final=True), finish_reason="stop")
         session.holding.append(token)
-        answer.end += 1
         self._n_done += 1
         logprobs: tuple[TokenLogprob, ...] = ()
         if row is not None and config.logprobs is not None:
             logprobs = (self._logprob(row, token, config.logprobs),)
         text = stream.feed(model.token_piece(token, special=token in config.show_special))
+        answer.end = end + 1
         reason: FinishReason | None = None
         if stream.stopped:
             reason = "stop"

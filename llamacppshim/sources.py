@@ -10,6 +10,7 @@ import collections
 import contextlib
 import hashlib
 import importlib
+import io
 import os
 import re
 import stat
@@ -48,7 +49,7 @@ TOLD_KINDS = ("adapter", "projector", "draft", "system", "messages")
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SCHEME = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
 #: The grammar of Ollama's types/model/name.go. None of them matches a separator, or a name of dots alone.
 _PARTS = {
     "host": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,349}"),
@@ -100,16 +101,16 @@ class OllamaName(NamedTuple):
         ModelLoadError   a part is empty, too long or has a character that it may not have
         """
         # A tag has no slash, so a colon before the last slash belongs to the host.
-        rest, colon, tag = text.rpartition(":") if text.rfind(":") > text.rfind("/") else (text, "", "latest")
+        rest, _, tag = text.rpartition(":") if text.rfind(":") > text.rfind("/") else (text, "", "latest")
         rest, slash, model = rest.rpartition("/")
         namespace, host = "library", PUBLIC_HOSTS[0]
         if slash:
             rest, slash, namespace = rest.rpartition("/")
         if slash:
-            host = _SCHEME.sub("", rest, count=1) if _SCHEME.match(rest) else rest
+            host = _SCHEME.sub("", rest)
         name = cls(host, namespace, model, tag)
         if (wrong := name._invalid()) is not None:
-            raise _error(f"ollama:{text}", f"{getattr(name, wrong)!r} is not a {wrong} of an Ollama model")
+            raise _error(f"ollama:{text}", f"{getattr(name, wrong)!r} is not a valid {wrong}")
         return name
 
     def __str__(self) -> str:
@@ -186,7 +187,7 @@ def resolve_model(
     ----------
     spec
         ``ollama:[HOST/][NAMESPACE/]MODEL[:TAG]``, ``hf:ORG/REPO[:FILE]``, ``default``, or else a path: of a GGUF file
-        with any suffix, or of the first part of a split one. A path object is always a path.
+        with any suffix, or of the first part of a split one. A path object is always a path; so is ``./default``.
     verify
         Read the whole file, and compare it with the digest that its origin tells.
     download
@@ -214,8 +215,10 @@ def resolve_model(
             if not os.path.lexists(given) and os.path.basename(given) == given:
                 raise _Refused(f"no such file; {FORMS}")
         return ModelSource(_checked_path(given), None, "path")
-    except _Refused as refused:
-        raise _error(given, str(refused)) from refused.__cause__
+    except ModelLoadError:
+        raise
+    except (_Refused, OSError) as error:
+        raise _error(given, _reason(error)) from error
 
 
 def list_models() -> list[FoundModel]:
@@ -223,9 +226,12 @@ def list_models() -> list[FoundModel]:
 
     Damaged entries are among them, with the reason. Nothing is downloaded, and no digest is verified.
     """
-    found = [found for root in _roots() for found in _ollama_models(root)]
-    # An entry of a later store that an earlier one has too cannot be named, so it is not listed.
-    return [*{model.spec: model for model in reversed(found)}.values()][::-1] + _hf_models()
+    found: dict[str, FoundModel] = {}
+    for root in _roots():
+        for model in _ollama_models(root):
+            # What an earlier store has under the same name is what the name means.
+            found.setdefault(model.spec, model)
+    return [*found.values(), *_hf_models()]
 
 
 def ollama_stores() -> list[Path]:
@@ -236,13 +242,10 @@ def ollama_stores() -> list[Path]:
     return [Path(os.path.expanduser("~"), ".ollama", "models"), Path(SERVICE_STORE)]
 
 
-# --- Files
-
-
 def _error(subject: str, reason: str) -> ModelLoadError:
     """One line, whatever a name or a store holds."""
     reason = _line(reason)
-    return ModelLoadError(f"{_line(subject)}: {reason}", path=subject, reason=reason)
+    return ModelLoadError(f"{_line(subject, 200) or repr(subject)}: {reason}", path=subject, reason=reason)
 
 
 def _line(text: str, limit: int = 1000) -> str:
@@ -250,8 +253,8 @@ def _line(text: str, limit: int = 1000) -> str:
     return shown + "…" * (len(text) > limit)
 
 
-def _system(error: OSError | ValueError) -> str:
-    """What the system says, without the path; a ValueError is a path with a NUL."""
+def _reason(error: Exception) -> str:
+    """What an error says, the system's without the path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -266,8 +269,8 @@ def _open(path: str | Path, what: str = "") -> IO[bytes]:
         return open(path, "rb")
     except FileNotFoundError as error:
         raise _Refused(f"{what}no such file") from error
-    except (OSError, ValueError) as error:
-        raise _Refused(f"{what}{_system(error)}") from error
+    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
+        raise _Refused(f"{what}{_reason(error)}") from error
 
 
 def _check_gguf(file: IO[bytes], what: str = "") -> None:
@@ -289,7 +292,7 @@ def _check_digest(file: IO[bytes], digest: str, what: str = "") -> None:
 def _part_names(name: str) -> Iterator[str]:
     """The file's name, or those of all parts where it is the first part of a split model."""
     split = _SPLIT.fullmatch(name)
-    if split is None:
+    if split is None or int(split[3]) == 0:
         yield name
         return
     stem, number, count = split[1], int(split[2]), int(split[3])
@@ -324,9 +327,6 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-# --- Ollama
-
-
 def _roots() -> list[str]:
     """The real folders of the stores that are there."""
     folders = [os.path.realpath(folder) for folder in ollama_stores()]
@@ -336,7 +336,7 @@ def _roots() -> list[str]:
 def _inside(root: str, *place: str) -> str:
     """The real path of something in a store; what a link leads to elsewhere is refused before it is opened."""
     real = os.path.realpath(os.path.join(root, *place))
-    if os.path.commonpath([root, real]) != root:
+    if not real.startswith(os.path.join(root, "")):
         raise _Refused(f"{'/'.join(place)} leads out of the store, to {real}")
     return real
 
@@ -353,7 +353,7 @@ def _why_no_store(folder: Path) -> str:
     try:
         os.scandir(folder).close()
     except (OSError, ValueError) as error:
-        return f"{folder}: {_system(error)}"
+        return f"{folder}: {_reason(error)}"
     return f"{folder}: has no manifests"
 
 
@@ -363,9 +363,9 @@ def _find(roots: list[str], name: OllamaName) -> tuple[str, tuple[str, ...]]:
     for root in roots:
         for tree in TREES:
             for host in hosts:
-                place = (tree, host, *name[1:])
-                if os.path.lexists(os.path.join(root, *place)):
-                    return root, place
+                exact = (tree, host, *name[1:])
+                if os.path.lexists(os.path.join(root, *exact)):
+                    return root, exact
     names = [(root, place, found) for root in roots for found, place in _names(root).items()]
     for root, place, found in names:
         if found.folded == name.folded:
@@ -376,8 +376,8 @@ def _find(roots: list[str], name: OllamaName) -> tuple[str, tuple[str, ...]]:
 def _what_there_is(names: list[OllamaName], wanted: OllamaName) -> str:
     """Why a name was not found, with those that would be."""
     if tags := {name.tag for name in names if name.folded[:3] == wanted.folded[:3]}:
-        return f"no tag {wanted.tag}; there is {_some(tags)}"
-    return f"no such model in the Ollama store; there is {_some({name.short for name in names}) or 'none'}"
+        return f"no tag {wanted.tag}; it has {_some(tags)}"
+    return f"no such model in the Ollama store, which has {_some({name.short for name in names}) or 'none'}"
 
 
 def _names(root: str) -> dict[OllamaName, tuple[str, ...]]:
@@ -413,7 +413,7 @@ def _ollama_models(root: str) -> Iterator[FoundModel]:
         try:
             yield _found(spec, _ollama_source(root, place, verify=False))
         except (_Refused, OSError) as error:
-            yield FoundModel(spec, None, reason=_line(str(error)))
+            yield FoundModel(spec, None, reason=_line(_reason(error)))
 
 
 def _found(spec: str, source: ModelSource) -> FoundModel:
@@ -421,7 +421,7 @@ def _found(spec: str, source: ModelSource) -> FoundModel:
 
 
 def _ollama_source(root: str, place: tuple[str, ...], verify: bool) -> ModelSource:
-    layers = _layers(root, _decode(_read(root, *place)))
+    layers = _layers(root, _decode(_read(_inside(root, *place))))
     layer = _model_layer(layers)
     digest = layer.digest.removeprefix("sha256:")
     path = _blob(root, layer.digest)
@@ -436,9 +436,9 @@ def _ollama_source(root: str, place: tuple[str, ...], verify: bool) -> ModelSour
     return ModelSource(Path(path), digest, "ollama", _notes(layers))
 
 
-def _read(root: str, *place: str) -> bytes:
+def _read(path: str) -> bytes:
     """A manifest's bytes, bounded."""
-    with _open(_inside(root, *place), "manifest: ") as file:
+    with _open(path, "manifest: ") as file:
         data = file.read(MAX_MANIFEST_BYTES + 1)
     if len(data) > MAX_MANIFEST_BYTES:
         raise _Refused(f"manifest: more than {MAX_MANIFEST_BYTES:,} bytes")
@@ -510,7 +510,7 @@ def _blob(root: str, digest: str) -> str:
     for candidate in (name, digest) if os.name != "nt" else (name,):
         if os.path.lexists(os.path.join(folder, candidate)):
             return _inside(root, "blobs", candidate)
-    raise _Refused(f"blob {name}: is missing")
+    raise _Refused(f"blob {name} is missing")
 
 
 def _notes(layers: list[_Layer]) -> tuple[str, ...]:
@@ -518,9 +518,6 @@ def _notes(layers: list[_Layer]) -> tuple[str, ...]:
     return tuple(
         f"{counts[kind]} {kind} layer{'s' * (counts[kind] > 1)} not used" for kind in TOLD_KINDS if counts[kind]
     )
-
-
-# --- Hugging Face
 
 
 def _hub() -> ModuleType:
@@ -535,7 +532,12 @@ def _hub() -> ModuleType:
 def _resolve_hf(name: str, verify: bool, download: bool, progress: Progress | None) -> ModelSource:
     repo, file = _parse_hf(name)
     hub = _hub()
-    source = _cached(hub, repo, file)
+    try:
+        source = _cached(hub, repo, file)
+    except _Refused:
+        if not (download and file):  # a file can be obtained though others of its repository are damaged
+            raise
+        source = None
     if source is None:
         if not download:
             raise _Refused(f"not in the cache {_cache_dir()}; download=True obtains it")
@@ -591,13 +593,10 @@ def _cached_files(hub: ModuleType, repo: str) -> dict[str, Path]:
 
 def _scan(hub: ModuleType) -> tuple[list[Any], list[Exception]]:
     """The models in the cache, and what is wrong with others."""
-    try:
-        found = hub.scan_cache_dir(cache_dir=_cache_dir())
-    except (hub.errors.CacheNotFound, OSError, ValueError):
+    if not os.path.isdir(_cache_dir()):
         return [], []
-    return sorted((repo for repo in found.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id), list(
-        found.warnings
-    )
+    found = hub.scan_cache_dir(cache_dir=_cache_dir())
+    return [repo for repo in found.repos if repo.repo_type == "model"], found.warnings
 
 
 def _files_in(repo: Any) -> dict[str, Path]:
@@ -621,7 +620,8 @@ def _choose(names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
 
 def _models_among(names: Iterable[str]) -> tuple[list[str], list[str]]:
     """The GGUF files, split ones by their first part; and the projectors, which llama.cpp's tools name mmproj."""
-    models, projectors = [], []
+    models: list[str] = []
+    projectors: list[str] = []
     for name in sorted(names):
         split = _SPLIT.fullmatch(name)
         if not name.lower().endswith(".gguf") or (split is not None and int(split[2]) != 1):
@@ -667,6 +667,9 @@ def _bar(progress: Progress | None, told: list[BaseException]) -> type:
     class Bar(importlib.import_module("tqdm").tqdm):  # type: ignore[misc]
         monitor_interval = 0  # no thread that redraws
 
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **{**options, "disable": False, "file": io.StringIO()})
+
         def display(self, *_arguments: object, **_options: object) -> None:
             """Nothing."""
 
@@ -693,18 +696,18 @@ def _hf_models() -> list[FoundModel]:
     except (ImportError, UnsupportedFeatureError):
         return []
     repos, warnings = _scan(hub)
-    found = []
+    found = [damaged for warning in warnings for damaged in _damaged_repo(str(warning))]
     for repo in repos:
         files = _files_in(repo)
         found += [_hf_model(f"hf:{repo.repo_id}:{name}", files[name]) for name in _models_among(files)[0]]
-    return sorted(found + [damaged for text in warnings for damaged in _damaged_repo(str(text))], key=lambda f: f.spec)
+    return sorted(found, key=lambda model: model.spec)
 
 
 def _hf_model(spec: str, path: Path) -> FoundModel:
     try:
         return _found(spec, _hf_source(_checked_path(str(path))))
     except (_Refused, OSError) as error:
-        return FoundModel(spec, None, reason=_line(str(error)))
+        return FoundModel(spec, None, reason=_line(_reason(error)))
 
 
 def _damaged_repo(warning: str) -> Iterator[FoundModel]:
