@@ -125,7 +125,7 @@ def test_the_source_distribution_holds_what_a_build_needs_and_no_build(tmp_path:
     folders = {name.partition("/")[0] for name in names if "/" in name}
     assert {"LICENSE", "README.md", "pyproject.toml", "CMakeLists.txt", "CMakePresets.json", "PKG-INFO"} <= names
     assert {"csrc/lcs.h", "src/_native.pyx", "src/lcs.pxd", "third_party/fetch.py", "llamacppshim/__init__.py"} <= names
-    assert folders <= {"benches", "cmake", "csrc", "docs", "llamacppshim", "src", "tests", "third_party"}
+    assert folders <= {"benches", "cmake", "csrc", "docs", "examples", "llamacppshim", "src", "tests", "third_party"}
     assert [name for name in names if Path(name).name in {"llama.h", "ggml.h", "sgemm.cpp"}] == []
     assert archive.stat().st_size < 2_000_000
 
