@@ -51,7 +51,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     whole         where a last, shorter piece that follows these ends; -1 where there is none
     keeps_layout  a cut or a restore leaves the cells where a cold run would have put them
     layout        they are there now
-    suspect       a failed graph may have touched what cannot be cut: only a checkpoint, or nothing, can be trusted
+    suspect       a call that failed or was interrupted has left what cannot be told: only a checkpoint, or nothing, can
+                  be trusted
     """
 
     kind: MemoryKind
@@ -155,14 +156,14 @@ def _why_not_more(resident: Tokens, wanted: Tokens, common: int, keep: int, diff
     if difference is not None:
         return f"token {difference.position} is {difference.resident}, wanted {difference.wanted}"
     if common == len(wanted):
-        return "all of it is resident"
+        return "all that is wanted is resident"
     return f"only {common} tokens are resident"
 
 
 def _obstacle(keep: int, n_resident: int, memory: Memory) -> str:
     """Why the sequence cannot be cut to `keep` tokens; empty where it can."""
     if memory.suspect:
-        return "a decode failed inside the computation, and what this memory holds cannot be told"
+        return "a call failed or was interrupted inside, and what the memory holds since cannot be told"
     if memory.kind in ("recurrent", "hybrid"):
         return f"a {memory.kind} memory cannot be cut from {n_resident} to {keep}"
     needed = max(0, keep - memory.n_swa + 1)

@@ -106,8 +106,10 @@ def test_a_changed_suffix_on_a_warm_prefix_gives_what_a_cold_run_gives(smollm2: 
 
 
 @pytest.mark.usefixtures("smollm2")
-def test_the_readme_example_runs_and_knows_berlin(tmp_path: Path) -> None:
+def test_the_readme_example_runs_and_reads_its_prefix_once(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     result = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "Berlin" in result.stdout
+    first, second = result.stdout.splitlines()
+    assert re.fullmatch(r"0 reused, [1-9]\d* read:  Berlin\.", first)
+    assert re.fullmatch(r"[1-9]\d* reused, 0 read:  Madrid\.", second)
