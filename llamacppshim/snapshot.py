@@ -216,13 +216,16 @@ class Snapshot:
         Raises SnapshotError where it cannot be written; what was there is still there then.
         """
         target = Path(path)
+        reason = ""
         try:
-            if target.exists() and not target.is_file():  # the rename would replace a device or a pipe
-                raise SnapshotError(f"{ascii_line(target)}: not a regular file", path=str(target))
-        except (OSError, ValueError) as error:
-            if isinstance(error, SnapshotError):
-                raise
-            raise SnapshotError(f"{ascii_line(target)}: {error}", path=str(target)) from error
+            if "\0" in str(target):
+                reason = "a null character in its name"
+            elif target.exists() and not target.is_file():  # the rename would replace a device or a pipe
+                reason = "not a regular file"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason:
+            raise SnapshotError(f"{ascii_line(target)}: {reason}", path=str(target))
         head, parts, size = self._layout()
         try:
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".snapshot-", suffix=".tmp")
