@@ -1,6 +1,6 @@
 """Best of several answers: read the prompt once, branch, let all answer in step, keep the likeliest.
 
-    python3 examples/best_of.py "The capital of France is" --n 8
+python3 examples/best_of.py "The capital of France is" --n 8
 """
 
 from __future__ import annotations

@@ -190,7 +190,8 @@ class ResidentSequence:
         self._n_true, self.evicted_tokens = other._n_true, other.evicted_tokens
         self._n_grid, self._whole = other._n_grid, other._whole
         if other.has_row:
-            self._row, self._row_at = other.row(), len(self.ledger)
+            other.save_row()  # one copy for all that branch here
+            self._row, self._row_at = other._row, len(self.ledger)
         self.suspect = other.suspect
         if context.n_stream == 1 and not self.runtime.is_recurrent:
             self.cells.share(other.cells, len(self.ledger))

@@ -99,7 +99,8 @@ def list_(folder: Folder) -> None:
     console = rich.console.Console(highlight=False)
     console.print(table, soft_wrap=True)
     total = sum(entry.n_bytes for entry in entries)
-    say(console, f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {total:,} bytes; {store.ignored} other files", style="dim")
+    noun = "entry" if len(entries) == 1 else "entries"
+    say(console, f"{len(entries)} {noun}, {total:,} bytes; {store.ignored} other files", style="dim")
 
 
 @app.command()
