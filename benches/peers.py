@@ -82,6 +82,8 @@ def make_shim(jobs: int) -> None:
             dirs_exist_ok=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
+        # As pip does for the other side: an import is not to compile it.
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(site / "llamacppshim")], check=True)
         build(HERE / "loop", folder / "loop", jobs, CMAKE_PREFIX_PATH=str(prefix))
         LOOP[threads].parent.mkdir(exist_ok=True)
         shutil.copy2(folder / "loop" / "loop", LOOP[threads])
