@@ -286,7 +286,8 @@ def go_on_elsewhere(model_path: Path, saved: Snapshot, tokens: list[int]) -> Res
         saved.save(path)
         save_ms = (time.perf_counter() - started) * 1e3
         request = {"model": os.fspath(model_path), "snapshot": os.fspath(path), "n_ctx": saved.manifest.n_ctx}
-        code = "from llamacppshim.demo import restored; restored()"
+        # The packages of this process: a folder that is named like one may lie where the command was started.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from llamacppshim.demo import restored; restored()"
         text = json.dumps({**request, "tokens": tokens})
         done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=False)
         if done.returncode != 0:

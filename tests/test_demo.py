@@ -37,6 +37,16 @@ def start(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
     )
 
 
+def test_it_runs_where_the_sources_lie(tiny_models: dict[str, Path], repo: Path) -> None:
+    """The README's first command is given in the source tree, whose package has no extension."""
+    script = Path(sys.executable).with_name("llamacppshim")
+    command = [script, "demo", "--model", tiny_models["tiny-llama"], "--repo", repo]
+    root = Path(__file__).parents[1]
+    result = subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "restored" in result.stdout
+
+
 def report_of(folder: Path, *arguments: str | Path) -> dict[str, Any]:
     result = start(folder, "demo", *arguments, "--json", folder / "report.json")
     assert (result.returncode, result.stderr) == (0, "")
