@@ -37,7 +37,7 @@ def timed(model: str, n_tokens: int, n_gen: int, settings: dict[str, Any]) -> di
 
     with Runtime.open(model, n_ctx=n_tokens + 512, **settings) as runtime, runtime.session() as session:
         text = f"{SENTENCE} cold. "
-        n = len(runtime.model.tokenize(text * 100)) / 100
+        n = len(runtime.tokenizer.plain((text * 100).encode(), False)) / 100
         began = time.perf_counter()
         status = session.ensure_prefix(text * round(n_tokens / n) + SENTENCE)
         prefill = status.prefilled_tokens / (time.perf_counter() - began)
