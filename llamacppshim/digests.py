@@ -7,30 +7,25 @@ aid: what cannot be read or written is computed again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from llamacppshim.files import replaced, sha256_of
+from llamacppshim.manifest import hash_bytes
 from llamacppshim.models import cache_dir
 
 MAX_ENTRIES = 1000
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-CHUNK_BYTES = 1 << 20
-
-
 def file_digest(path: str) -> str:
     """SHA-256 hex of a file; of one that cannot be read, nothing's."""
-    sha = hashlib.sha256()
     with contextlib.suppress(OSError), open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            sha.update(chunk)
-    return sha.hexdigest()
+        return sha256_of(file)
+    return hash_bytes()
 
 
 def known_digest(path: str, compute: Callable[[], str]) -> str:
@@ -69,12 +64,5 @@ def _write(cache: Path, entries: dict[str, str]) -> None:
     """Whole or not at all; two processes at once may lose one of their entries."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     newest = dict(list(entries.items())[-MAX_ENTRIES:])
-    handle, temporary = tempfile.mkstemp(dir=cache.parent, prefix=".digests-")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(newest, file, indent=0)
-        os.replace(temporary, cache)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replaced(cache) as file:
+        file.write(json.dumps(newest, indent=0).encode())

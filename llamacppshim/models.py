@@ -15,21 +15,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from llamacppshim.errors import ModelLoadError
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from llamacppshim.files import CHUNK_BYTES, locked, sha256_of
 
 CACHE_VARIABLE = "LLAMACPPSHIM_CACHE"
 POLL_S = 0.1
-CHUNK_BYTES = 1 << 20
 
 #: Told (bytes done, bytes in total) while a model is downloaded, about ten times a second.
 Progress = Callable[[int, int], None]
@@ -94,7 +89,7 @@ def obtain(model: PinnedModel, progress: Progress | None = None) -> Path:
     path = cache_dir() / "models" / model.file_name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):  # processes that start together download once
             if not path.is_file() or _sha256(path) != model.sha256:
                 with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetch-") as folder:
                     _download(model, path, Path(folder), progress)
@@ -106,23 +101,9 @@ def obtain(model: PinnedModel, progress: Progress | None = None) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, so that processes that start together download once."""
-    with open(path, "a+b") as file:
-        if sys.platform == "win32":
-            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return sha256_of(file)
 
 
 def _pip() -> list[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import msgspec
 
 from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
 from llamacppshim.errors import InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError
+from llamacppshim.files import replaced
 from llamacppshim.formats import FORMATS
 from llamacppshim.manifest import digest_of
 
@@ -225,17 +224,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if file.is_dir():
             file /= PROFILE_NAME
         data = self.to_json()
-        temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            with open(temporary, "xb") as opened:
-                opened.write(data)
-                opened.flush()
-                os.fsync(opened.fileno())
-            os.replace(temporary, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replaced(file, mode=0o666) as opened:
+            opened.write(data)
 
     def digest(self) -> str:
         """SHA-256 hex over every field, those left to their defaults too."""

@@ -14,7 +14,6 @@ import mmap
 import os
 import stat
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from llamacppshim.answer import TextStream
 from llamacppshim.checkpoints import Checkpoint
 from llamacppshim.config import DecodeConfig
 from llamacppshim.errors import SnapshotCorruptError, SnapshotError, SnapshotMismatchError
+from llamacppshim.files import replaced
 from llamacppshim.ledger import Tokens
 from llamacppshim.manifest import ContextManifest, hash_tokens
 
@@ -228,20 +228,11 @@ class Snapshot:
             raise SnapshotError(f"{ascii_line(target)}: {reason}", path=str(target))
         head, parts, size = self._layout()
         try:
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".snapshot-", suffix=".tmp")
-            try:
-                with open(handle, "wb", buffering=0) as file:
-                    _write(file, head)
-                    for offset, data in parts:
-                        file.seek(offset)
-                        _write(file, data, None if progress is None else _from(progress, offset, size))
-                    os.fsync(file.fileno())
-                os.replace(temporary, target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-            sync_folder(target.parent)
+            with replaced(target, prefix=".snapshot-") as file:
+                _write(file, head)
+                for offset, data in parts:
+                    file.seek(offset)
+                    _write(file, data, None if progress is None else _from(progress, offset, size))
         except OSError as error:
             raise SnapshotError(f"{target}: {error.strerror or error}", path=str(target)) from error
 
@@ -356,16 +347,6 @@ def _write(file: Any, data: Buffer, progress: Callable[[int], None] | None = Non
 
 def _from(progress: Callable[[int, int], None], offset: int, size: int) -> Callable[[int], None]:
     return lambda done: progress(offset + done, size)
-
-
-def sync_folder(folder: Path) -> None:
-    """The rename itself survives a crash too, where the system can do that."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _corrupt(path: str | None, why: str) -> SnapshotCorruptError:

@@ -22,6 +22,7 @@ from typing import IO, Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from llamacppshim.errors import ModelLoadError, UnsupportedFeatureError
+from llamacppshim.files import sha256_of
 from llamacppshim.models import DEFAULT_MODEL, Progress, default_model
 
 FORMS = "a model is a path, ollama:[HOST/][NAMESPACE/]MODEL[:TAG], hf:ORG/REPO[:FILE] or default"
@@ -29,7 +30,6 @@ MAGIC = b"GGUF"
 #: Ollama's layouts of one file a tensor list thousands of layers in about a megabyte.
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_LISTED = 10
-CHUNK_BYTES = 1 << 20
 
 #: Where Ollama's installer for Linux puts the store of its service.
 SERVICE_STORE = "/usr/share/ollama/.ollama/models"
@@ -281,12 +281,9 @@ def _check_gguf(file: IO[bytes], what: str = "") -> None:
 
 
 def _check_digest(file: IO[bytes], digest: str, what: str = "") -> None:
-    computed = hashlib.sha256()
     file.seek(0)
-    while chunk := file.read(CHUNK_BYTES):
-        computed.update(chunk)
-    if computed.hexdigest() != digest:
-        raise _Refused(f"{what}damaged: its SHA-256 is {computed.hexdigest()}, expected {digest}")
+    if (computed := sha256_of(file)) != digest:
+        raise _Refused(f"{what}damaged: its SHA-256 is {computed}, expected {digest}")
 
 
 def _part_names(name: str) -> Iterator[str]:

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,15 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from llamacppshim.errors import InvalidArgumentError, SnapshotError
+from llamacppshim.files import locked, sync_folder
 from llamacppshim.ledger import Tokens
 from llamacppshim.manifest import Identity
 from llamacppshim.reuse import common_prefix
-from llamacppshim.snapshot import Snapshot, sync_folder
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from llamacppshim.snapshot import Snapshot
 
 BLOCK_TOKENS = 64
 SUFFIX = ".lcs"
@@ -105,10 +100,8 @@ class SnapshotStore:
         self._mutex = threading.Lock()
         self._index = _Index()
         self._damaged: dict[str, tuple[int, int]] = {}
-        try:
+        with self._told():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise SnapshotError(f"{self.folder}: {error.strerror or error}", path=str(self.folder)) from error
         if collect:
             self.collect()
 
@@ -225,10 +218,8 @@ class SnapshotStore:
 
     def _refresh(self) -> None:
         """Looks again where the directory has changed."""
-        try:
+        with self._told():
             found = os.stat(self.folder)
-        except OSError as error:
-            raise SnapshotError(f"{self.folder}: {error.strerror or error}", path=str(self.folder)) from error
         stamp = (found.st_mtime_ns, found.st_ino)
         # A change within the clock's resolution of the last look would not show: look again while it is that fresh.
         fresh = time.time_ns() - found.st_mtime_ns < 50_000_000
@@ -237,7 +228,7 @@ class SnapshotStore:
         self._index.stamp = stamp
         seen: set[str] = set()
         self.ignored = 0
-        with self._scanned() as files:
+        with self._told(), os.scandir(self.folder) as files:
             for file in files:
                 if NAME.fullmatch(file.name) is None:
                     self.ignored += file.name != ".lock" and TEMPORARY.fullmatch(file.name) is None
@@ -257,10 +248,10 @@ class SnapshotStore:
             self._forget(name)
 
     @contextlib.contextmanager
-    def _scanned(self) -> Iterator[Iterator[os.DirEntry[str]]]:
+    def _told(self) -> Iterator[None]:
+        """What the system refuses."""
         try:
-            with os.scandir(self.folder) as files:
-                yield files
+            yield
         except OSError as error:
             raise SnapshotError(f"{self.folder}: {error.strerror or error}", path=str(self.folder)) from error
 
@@ -288,12 +279,13 @@ class SnapshotStore:
                 self._damaged[name] = (status.st_mtime_ns, status.st_size)
                 self.ignored += 1
         entry = self._index.entries.pop(name, None)
-        for block in entry.blocks if entry is not None else ():
-            names = self._index.by_block.get((entry.identity, block)) if entry is not None else None
-            if names is not None and entry is not None:
-                names.discard(name)
-                if not names:
-                    del self._index.by_block[entry.identity, block]
+        if entry is None:
+            return
+        for block in entry.blocks:
+            names = self._index.by_block[entry.identity, block]
+            names.discard(name)
+            if not names:
+                del self._index.by_block[entry.identity, block]
 
     # Eviction. Under the mutex and the lock.
 
@@ -326,15 +318,9 @@ class SnapshotStore:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """One process at a time changes the directory."""
-        try:
-            file = open(self.folder / ".lock", "a+b")  # noqa: SIM115
-        except OSError as error:
-            raise SnapshotError(f"{self.folder}: {error.strerror or error}", path=str(self.folder)) from error
-        with file:
-            if sys.platform == "win32":
-                msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-            else:
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as stack:
+            with self._told():
+                stack.enter_context(locked(self.folder / ".lock"))
             yield
 
 

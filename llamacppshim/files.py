@@ -1,0 +1,73 @@
+"""Owns how files are locked, hashed, and replaced whole or not at all. Pure: the standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+CHUNK_BYTES = 1 << 20
+
+
+def sha256_of(file: IO[bytes]) -> str:
+    """SHA-256 hex of what follows in an open file."""
+    sha = hashlib.sha256()
+    while chunk := file.read(CHUNK_BYTES):
+        sha.update(chunk)
+    return sha.hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock between processes, by a file that is made where it is missing and stays."""
+    with open(path, "a+b") as file:
+        if sys.platform == "win32":
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def replaced(target: Path, *, prefix: str = ".llamacppshim-", mode: int = 0o600) -> Iterator[IO[bytes]]:
+    """A new file beside the target that takes its place, synced, once the block has ended; gone if it ends badly.
+
+    Parameters
+    ----------
+    prefix
+        Of its name until then.
+    mode
+        Of the new file, less the umask.
+    """
+    temporary = target.with_name(f"{prefix}{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """The rename itself survives a crash too, where the system can do that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
