@@ -266,21 +266,17 @@ class Snapshot:
     def read_contents(cls, path: str | os.PathLike[str]) -> Contents:
         """What a file says of itself, without looking at its parts."""
         with _opened(path) as (file, name, size):
-            begin = file.read(_PREAMBLE.size)
-            n_header, _ = _judge_preamble(begin, size, name)
-            return _judge_header(begin, file.read(n_header), name).contents
+            return _read_header(file, name, size)[0].contents
 
     @classmethod
     def read_tokens(cls, path: str | os.PathLike[str]) -> Tokens:
         """The tokens of a file, checked, without looking at its other parts."""
         with _opened(path) as (file, name, size):
-            begin = file.read(_PREAMBLE.size)
-            n_header, _ = _judge_preamble(begin, size, name)
-            header = _judge_header(begin, file.read(n_header), name)
+            header, begin = _read_header(file, name, size)
             record = header.parts[0] if header.parts else None
             if record is None or record.name != "tokens" or record.offset != 0 or not 0 <= record.nbytes <= size:
                 raise _corrupt(name, "it has no tokens")
-            file.seek(_aligned(_PREAMBLE.size + n_header))
+            file.seek(begin)
             data = file.read(record.nbytes)
         if len(data) != record.nbytes or record.nbytes % 4 or f"{xxhash.xxh3_64_intdigest(data):016x}" != record.hash:
             raise _corrupt(name, "the checksum of part tokens is wrong")
@@ -288,11 +284,11 @@ class Snapshot:
 
     @classmethod
     def _parse(cls, data: memoryview, path: str | None) -> Snapshot:
-        n_header, _ = _judge_preamble(bytes(data[: _PREAMBLE.size]), len(data), path)
-        encoded = bytes(data[_PREAMBLE.size : _PREAMBLE.size + n_header])
-        header = _judge_header(bytes(data[: _PREAMBLE.size]), encoded, path)
-        begin = _aligned(_PREAMBLE.size + n_header)
-        if any(data[_PREAMBLE.size + n_header : begin]):
+        n_header, checksum = _judge_preamble(bytes(data[: _PREAMBLE.size]), len(data), path)
+        end = _PREAMBLE.size + n_header
+        header = _judge_header(bytes(data[_PREAMBLE.size : end]), checksum, path)
+        begin = _aligned(end)
+        if any(data[end:begin]):
             raise _corrupt(path, "there is something behind its header")
         parts = _judge_parts(data, header, begin, path)
         return _assemble(header.contents, parts, path)
@@ -353,7 +349,14 @@ def _corrupt(path: str | None, why: str) -> SnapshotCorruptError:
     return SnapshotCorruptError(f"{path}: {why}" if path else f"the snapshot is damaged: {why}", path=path)
 
 
+def _read_header(file: BinaryIO, path: str, size: int) -> tuple[_Header, int]:
+    """The header of an open file, and where its parts begin."""
+    n_header, checksum = _judge_preamble(file.read(_PREAMBLE.size), size, path)
+    return _judge_header(file.read(n_header), checksum, path), _aligned(_PREAMBLE.size + n_header)
+
+
 def _judge_preamble(begin: bytes, size: int, path: str | None) -> tuple[int, int]:
+    """Bytes of the header, and its checksum."""
     if len(begin) < _PREAMBLE.size:
         raise _corrupt(path, f"{len(begin)} bytes are less than a preamble of {_PREAMBLE.size}")
     magic, version, n_header, n_file, checksum = _PREAMBLE.unpack(begin)
@@ -370,8 +373,7 @@ def _judge_preamble(begin: bytes, size: int, path: str | None) -> tuple[int, int
     return n_header, checksum
 
 
-def _judge_header(begin: bytes, encoded: bytes, path: str | None) -> _Header:
-    checksum = _PREAMBLE.unpack(begin)[4]
+def _judge_header(encoded: bytes, checksum: int, path: str | None) -> _Header:
     if xxhash.xxh3_64_intdigest(encoded) != checksum:
         raise _corrupt(path, "the checksum of its header is wrong")
     try:
