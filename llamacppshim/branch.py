@@ -75,8 +75,7 @@ def prefill_many(prompts: Mapping[Session, Prompt], *, append: bool = False, par
     As `Session.prefill_suffix`, of the first session that fails; that one is where it was before the call. The suffixes
     of the others are read.
     """
-    sessions = list(prompts)
-    runtime = _runtime_of(sessions)
+    runtime = _runtime_of(list(prompts))
     failed: LlamaCppShimError | None = None
     waiting: dict[Session, Suffix] = {}
     try:
@@ -126,7 +125,7 @@ def _configs(
     sessions: Sequence[Session], config: DecodeConfig | Sequence[DecodeConfig] | None, overrides: dict[str, Any]
 ) -> list[DecodeConfig]:
     if config is None or isinstance(config, DecodeConfig):
-        return [configured(DecodeConfig, config or sessions[0].runtime.sampling, overrides)] * len(sessions)
+        return [sessions[0].runtime.decode_config(config, overrides)] * len(sessions)
     if len(config) != len(sessions):
         raise InvalidArgumentError(
             f"{len(config)} configurations for {len(sessions)} sessions",
@@ -202,14 +201,15 @@ def _read_some(runtime: Runtime, sessions: Sequence[Session]) -> dict[Session, L
         return errors
     room, n_left = runtime.n_ubatch, len(lacking)
     pieces: list[Piece] = []
+    taking_part: list[Session] = []
     for n, session in lacking[: runtime.context.n_outputs_max]:
         n = min(n, room // n_left)
         if n > 0:
             at = len(session.sequence)
             tokens = session.holding.target.tokens[at : at + n]
             pieces.append(Piece(session.sequence, tokens, at + n == len(session.holding.target)))
+            taking_part.append(session)
         room, n_left = room - n, n_left - 1
-    taking_part = [session for _, session in lacking if any(piece.sequence is session.sequence for piece in pieces)]
     before = {session: len(session.sequence) for session in taking_part}
     began = time.perf_counter()
     try:

@@ -21,7 +21,7 @@ from llamacppshim.formats import Messages, Parts, needs_tools, require_format, t
 from llamacppshim.ledger import Ledger, Tokens
 from llamacppshim.report import PrefixStatus
 from llamacppshim.reuse import Difference
-from llamacppshim.runtime import Runtime, configured
+from llamacppshim.runtime import Runtime
 from llamacppshim.sequence import Progress
 
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ class Chatter:
         parts = _merged(parts)
         ledger = Ledger()
         starts: list[int] = []
-        model = self.runtime.model
         run: list[bytes] = []  # parts that may be tokenised as one text
 
         def flush() -> None:
@@ -132,10 +131,7 @@ class Chatter:
             else:
                 run.append(data)
         flush()
-        tokens = ledger.copy()
-        if self.runtime.add_bos and model.bos is not None and not (len(tokens) and tokens[0] == model.bos):
-            tokens = np.concatenate([np.array([model.bos], dtype=np.int32), tokens])
-            starts = [start + 1 if start else 0 for start in starts]
+        tokens, starts, _ = self.runtime.with_bos(ledger.copy(), starts)
         return Prompt(tokens, tuple(starts), tuple(parts), rendered)
 
     def _append(self, ledger: Ledger, starts: list[int], run: list[bytes]) -> None:
@@ -243,7 +239,7 @@ def chat(
     """See `Session.chat`."""
     prompt_format = session.runtime.prompt_format if prompt_format is None else prompt_format
     require_format(prompt_format)
-    chosen: DecodeConfig = configured(DecodeConfig, config or session.runtime.sampling, overrides)
+    chosen = session.runtime.decode_config(config, overrides)
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidArgumentError("messages must be a sequence of at least one message", field="messages")
     chatter = session.runtime.chatter

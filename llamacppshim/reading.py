@@ -36,13 +36,8 @@ class PromptReader:
             return last
         texts = [utf8(part) for part in parts]
         tokens, starts = self._runtime.tokenizer.segments(texts, parse_special)
-        n_bos, bos = 0, self._runtime.model.bos
-        if self._runtime.add_bos and bos is not None and not (len(tokens) and tokens[0] == bos):
-            tokens = np.concatenate([np.array([bos], dtype=np.int32), tokens])
-            n_bos = 1
+        tokens, starts, n_bos = self._runtime.with_bos(tokens, starts)
         prefix = Prefix(key, b"".join(texts), tokens, n_bos)
-        # BOS belongs to the first segment.
-        starts = [start + n_bos if start else 0 for start in starts]
         self.describe(prefix, tuple(segment_records(texts, kinds, starts, tokens)))
         return prefix
 

@@ -8,12 +8,13 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from llamacppshim._native import Adapter, Batch, Context, Model, build_info
 from llamacppshim.config import DecodeConfig, RuntimeConfig
@@ -248,10 +249,20 @@ class Runtime:
         """Whether a text begins with BOS: as the profile says, else the model."""
         return self._fixed.add_bos
 
-    @property
-    def sampling(self) -> DecodeConfig:
-        """What a decode is told that is told nothing: as the profile says."""
-        return DecodeConfig() if self.profile is None else self.profile.decode_config()
+    def with_bos(self, tokens: Tokens, starts: Sequence[int]) -> tuple[Tokens, list[int], int]:
+        """A text's tokens begun with BOS, where a text has one and these do not, and where its parts begin then: BOS
+        belongs to the first. And how many BOS were added."""
+        bos = self.model.bos
+        if not self.add_bos or bos is None or (len(tokens) and tokens[0] == bos):
+            return tokens, list(starts), 0
+        return np.concatenate([np.array([bos], dtype=np.int32), tokens]), [at + 1 if at else 0 for at in starts], 1
+
+    def decode_config(self, config: DecodeConfig | None, overrides: dict[str, Any]) -> DecodeConfig:
+        """What a decode is told: where it is given no configuration, the profile's sampling."""
+        if config is None and self.profile is not None:
+            config = self.profile.decode_config()
+        found: DecodeConfig = configured(DecodeConfig, config, overrides)
+        return found
 
     @property
     def prompt_format(self) -> str:
@@ -485,14 +496,7 @@ class Runtime:
             try:
                 self.context.decode_batch(batch)
             except BaseException as error:
-                cause = error.__cause__ if isinstance(error, KeyboardInterrupt) else error
-                if self.context.fatal:
-                    self._renew()
-                elif isinstance(cause, DecodeError) or not isinstance(error, LlamaCppShimError):
-                    self._after_shared_failure(pieces, cause if isinstance(cause, DecodeError) else None)
-                else:  # judged before the call
-                    for piece in pieces:
-                        piece.sequence.suspect = False
+                self._after_failure(error, pieces)
                 raise
             end = 0
             self._rows = {}
@@ -511,21 +515,29 @@ class Runtime:
                 actual=self.epoch,
             )
 
-    def _after_shared_failure(self, pieces: list[Piece], error: DecodeError | None) -> None:
-        """How far each got, its own memory says, but where that cannot be told."""
+    def _after_failure(self, error: BaseException, pieces: Sequence[Piece]) -> None:
+        """Every sequence knows what it still holds. Of one, the error says how far it got; of several, each one's own
+        memory, but where that cannot be told."""
+        cause = error.__cause__ if isinstance(error, KeyboardInterrupt) else error
+        known = cause if isinstance(cause, DecodeError) else None
+        if isinstance(error, LlamaCppShimError) and known is None:  # judged before the call
+            for piece in pieces:
+                piece.sequence.suspect = False
+            return
         self._rows = {}
-        dirty = self._dirty(error)
+        if self.context.fatal:
+            self._renew()
+            return
+        if known is not None:
+            dirty: Collection[int] = known.dirty
+        else:  # the call was left by something else
+            dirty = list(self._sequences) if self.is_recurrent else ()
         for seq_id in dirty:
             if seq_id in self._sequences:
                 self._sequences[seq_id].suspect = True
         for sequence, tokens, _ in pieces:
-            sequence.failed(tokens, None, dirty=sequence.seq_id in dirty)
-
-    def _dirty(self, error: DecodeError | None) -> Collection[int]:
-        """The sequences that cannot be trusted after an error, or after a call that was left by something else."""
-        if error is not None:
-            return error.dirty
-        return list(self._sequences) if self.is_recurrent else ()
+            committed = known.committed if known is not None and len(pieces) == 1 else None
+            sequence.failed(tokens, committed, dirty=sequence.seq_id in dirty)
 
     def _decode_once(self, sequence: ResidentSequence, tokens: Tokens, *, row: bool) -> None:
         sequence.suspect = True
@@ -534,30 +546,13 @@ class Runtime:
                 self.context.decode(tokens, seq_id=sequence.seq_id, pos=len(sequence), logits="last" if row else "none")
         except InvalidBatchError:
             raise  # nothing was touched, but the memory is not what the ledger says
-        except (DecodeError, KeyboardInterrupt) as error:
-            self._after_failure(sequence, tokens, error if isinstance(error, DecodeError) else error.__cause__)
-            raise
-        except LlamaCppShimError:
-            sequence.suspect = False  # judged before the call
-            raise
-        except BaseException:
-            self._after_failure(sequence, tokens, None)
+        except BaseException as error:
+            self._after_failure(error, [Piece(sequence, tokens, row)])
             raise
         sequence.decoded(tokens, row=row)
         self._rows = {}
         if row:
             self._rows[-1] = weakref.ref(sequence)
-
-    def _after_failure(self, sequence: ResidentSequence, tokens: Tokens, error: BaseException | None) -> None:
-        self._rows = {}
-        known = error if isinstance(error, DecodeError) else None
-        if self.context.fatal:
-            self._renew()
-            return
-        for seq_id in self._dirty(known):
-            if seq_id != sequence.seq_id and seq_id in self._sequences:
-                self._sequences[seq_id].suspect = True
-        sequence.failed(tokens, known)
 
     def _renew(self) -> None:
         """A context that answers nothing any more is replaced; the sessions read again what they need."""

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from llamacppshim.checkpoints import Checkpoint, Checkpoints
 from llamacppshim.errors import (
-    DecodeError,
     InternalError,
     NoKVSlotError,
     OutOfMemoryError,
@@ -447,9 +446,9 @@ class ResidentSequence:
                 self._n_grid = end
         self._drop_row()
 
-    def failed(self, tokens: Tokens, error: DecodeError | None, *, dirty: bool = False) -> None:
-        """`error`: what the decode ended with; None where the call was left by something else. `dirty`: it is known
-        that it cannot be told what is left.
+    def failed(self, tokens: Tokens, committed: int | None, *, dirty: bool) -> None:
+        """`committed`: how many of the tokens an error says are held; None where only the memory tells. `dirty`: it
+        is known that it cannot be told what is left.
 
         Attention and windows: whole ubatches stay, and the memory says how many. What has a recurrent part says more
         than was computed, so the error must say that nothing went wrong inside.
@@ -458,15 +457,11 @@ class ResidentSequence:
         begin = len(self.ledger)
         self._drop_row()
         self._layout = self._layout and not self._windowed
-        if error is None:
-            committed = context.seq_pos_max(self.seq_id) + 1 - begin
-            dirty = dirty or self.runtime.is_recurrent
-        else:
-            committed = error.committed
-            dirty = dirty or self.seq_id in error.dirty
         self.suspect = True
-        if dirty:
+        if dirty or (committed is None and self.runtime.is_recurrent):
             return
+        if committed is None:
+            committed = context.seq_pos_max(self.seq_id) + 1 - begin
         if committed > 0:
             self._grown(tokens[:committed])
         n = len(self.ledger)

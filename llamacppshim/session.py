@@ -43,7 +43,6 @@ from llamacppshim.prompt import Prefix, Prompt
 from llamacppshim.reading import PromptReader
 from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
 from llamacppshim.reuse import ReusePlan, common_prefix
-from llamacppshim.runtime import configured
 from llamacppshim.sequence import Progress, ResidentSequence
 from llamacppshim.snapshot import Snapshot
 
@@ -315,7 +314,7 @@ class Session:
         DecodeError           of the context; the session goes on from what is proven
         GrammarError, InvalidArgumentError, OutOfRangeError  the configuration
         """
-        return Step(self, configured(DecodeConfig, config or self.runtime.sampling, overrides)).chunks()
+        return Step(self, self.runtime.decode_config(config, overrides)).chunks()
 
     def collect(self, config: DecodeConfig | None = None, **overrides: Any) -> Completion:
         """The whole answer of `decode`."""
