@@ -35,7 +35,7 @@ def take(session: Session, prefix: Prefix) -> Snapshot:
     held, tokens, n_prompt = session.sequence, session.tokens, session.holding.n_prompt
     with session.runtime.turns.lock:
         state = held.save_state()
-        row = held.row().copy() if held.has_row else None
+        row = held.row() if held.has_row else None  # which nobody writes to
     answer = session.answer_in_hand
     record: AnswerRecord | None = None
     draws = b""
