@@ -168,6 +168,16 @@ class Measured:
             "ratio_best": round(self.best(side, quantity) / self.best(peer, quantity), 4),
         }
 
+    def rate(self, side: str, peer: str, quantity: str) -> dict[str, Any]:
+        """A row's columns: how fast a side is, and how it stands to another."""
+        return {
+            "side": side,
+            "quantity": quantity,
+            "tokens_per_s": round(self.median(side, quantity), 2),
+            **self.ratio(side, peer, quantity),
+            **self.conditions(),
+        }
+
     def conditions(self) -> dict[str, Any]:
         rounds = len(next(iter(next(iter(self.values.values())).values())))
         return {"rounds": rounds, "disturbed": self.disturbed, "others_cores": round(self.others, 2)}

@@ -88,17 +88,8 @@ def main() -> None:
         measured = _run.in_turn(sides, chosen.rounds, others_max=chosen.others_max)
         for side, values in settings.items():
             for quantity in ("prefill", "decode"):
-                _run.emit(
-                    bench="profile_settings",
-                    model=name,
-                    side=side,
-                    quantity=quantity,
-                    tokens_per_s=round(measured.median(side, quantity), 2),
-                    **measured.ratio(side, BASELINE, quantity),
-                    settings=values,
-                    **work,
-                    **measured.conditions(),
-                )
+                columns = measured.rate(side, BASELINE, quantity)
+                _run.emit(bench="profile_settings", model=name, **columns, settings=values, **work)
 
 
 if __name__ == "__main__":

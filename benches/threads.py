@@ -61,18 +61,9 @@ def main() -> None:
                 measured = _run.in_turn(sides, chosen.rounds, spinner, chosen.others_max)
             for side in sides:
                 for quantity in ("prefill", "decode"):
-                    _run.emit(
-                        bench="threads",
-                        model=name,
-                        busy_cores=busy,
-                        side=side,
-                        quantity=quantity,
-                        tokens_per_s=round(measured.median(side, quantity), 2),
-                        **measured.ratio(side, BASELINE, quantity),
-                        **work,
-                        n_threads=chosen.n_threads,
-                        **measured.conditions(),
-                    )
+                    columns = measured.rate(side, BASELINE, quantity)
+                    common = {"model": name, "busy_cores": busy, "n_threads": chosen.n_threads, **work}
+                    _run.emit(bench="threads", **common, **columns)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,21 @@ def every_conversation_but(*names: str) -> list[str]:
     return [name for name in CONVERSATIONS if name not in names]
 
 
+WITH_CALLS = [
+    "call",
+    "call-json",
+    "call-null",
+    "call-special",
+    "call-values",
+    "call-without-tools",
+    "call-with-all",
+    "call-thought",
+    "calls",
+    "call-with-all unthinking",
+    "call-with-all unprompted",
+]
+WITH_TOOLS = ["tools", "tools-quoted", "tools-bare", *(name for name in WITH_CALLS if name != "call-without-tools")]
+
 # Where ChatTemplate's text is not jinja2's: by reason, the conversations and the templates. A pair that stands under
 # several reasons has them all.
 DIFFERENCES: dict[str, list[tuple[Iterable[str], Iterable[str]]]] = {
@@ -313,59 +328,19 @@ DIFFERENCES: dict[str, list[tuple[Iterable[str], Iterable[str]]]] = {
     ],
     "safe_is_plain": [
         (
-            [
-                "tools",
-                "tools-quoted",
-                "tools-bare",
-                "call",
-                "call-json",
-                "call-null",
-                "call-special",
-                "call-values",
-                "call-with-all",
-                "call-thought",
-                "calls",
-                "call-with-all unthinking",
-                "call-with-all unprompted",
-            ],
+            WITH_TOOLS,
             ["meetkai-functionary-medium-v3.1"],
         ),
     ],
     "map_is_a_list": [
         (
-            [
-                "tools",
-                "tools-quoted",
-                "tools-bare",
-                "call",
-                "call-json",
-                "call-null",
-                "call-special",
-                "call-values",
-                "call-with-all",
-                "call-thought",
-                "calls",
-                "call-with-all unthinking",
-                "call-with-all unprompted",
-            ],
+            WITH_TOOLS,
             ["llama-cpp-deepseek-r1"],
         ),
     ],
     "lists_may_change": [
         (
-            [
-                "call",
-                "call-json",
-                "call-null",
-                "call-special",
-                "call-values",
-                "call-without-tools",
-                "call-with-all",
-                "call-thought",
-                "calls",
-                "call-with-all unthinking",
-                "call-with-all unprompted",
-            ],
+            WITH_CALLS,
             ["Kimi-K2-Instruct", "Kimi-K2-Thinking"],
         ),
     ],
@@ -414,19 +389,7 @@ DIFFERENCES: dict[str, list[tuple[Iterable[str], Iterable[str]]]] = {
     ],
     "results_join_the_call": [
         (
-            [
-                "call",
-                "call-json",
-                "call-null",
-                "call-special",
-                "call-values",
-                "call-without-tools",
-                "call-with-all",
-                "call-thought",
-                "calls",
-                "call-with-all unthinking",
-                "call-with-all unprompted",
-            ],
+            WITH_CALLS,
             ["google-gemma-4-31B-it-interleaved"],
         ),
     ],

@@ -369,18 +369,24 @@ static void draw_16(lcs_sampler * s, int32_t * out) {
     }
 }
 
+/* Everything that draws, or remembers what was drawn. */
+static lcs_sampler_params drawing(int mirostat) {
+    lcs_sampler_params p = defaults();
+    p.temperature = 1.5f;
+    p.mirostat = mirostat;
+    p.xtc_probability = 0.3f;
+    p.xtc_threshold = 0.02f;
+    p.penalty_last_n = 64;
+    p.penalty_repeat = 1.2f;
+    return p;
+}
+
 static void test_seeds_decide_and_reset_begins_again(void) {
     int32_t first[16];
     int32_t again[16];
     for (int kind = 0; kind <= 2; ++kind) {
-        lcs_sampler_params p = defaults();
-        p.temperature = 1.5f;
-        p.mirostat = kind;
+        lcs_sampler_params p = drawing(kind);
         p.top_k = 60;
-        p.xtc_probability = 0.3f;
-        p.xtc_threshold = 0.02f;
-        p.penalty_last_n = 64;
-        p.penalty_repeat = 1.2f;
         p.dry_multiplier = 1;
         p.dry_penalty_last_n = 64;
 
@@ -429,13 +435,7 @@ static void test_saved_draws_go_on_in_another_sampler(void) {
     int32_t first[16];
     int32_t again[16];
     for (int kind = 0; kind <= 2; ++kind) {
-        lcs_sampler_params p = defaults();
-        p.temperature = 1.5f;
-        p.mirostat = kind;
-        p.xtc_probability = 0.3f;
-        p.xtc_threshold = 0.02f;
-        p.penalty_last_n = 64;
-        p.penalty_repeat = 1.2f;
+        lcs_sampler_params p = drawing(kind);
         p.seed = 7;
         lcs_sampler * s = make(&p);
         draw_16(s, begin);
