@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -315,6 +316,13 @@ class Runtime:
 
     def take_sequences(self, n: int) -> list[ResidentSequence]:
         """So many free sequences, empty; all or none."""
+        try:
+            return self._take_sequences(n)
+        except SessionUnavailableError:
+            gc.collect()  # what an interrupt has left of a session may hold nothing but itself
+            return self._take_sequences(n)
+
+    def _take_sequences(self, n: int) -> list[ResidentSequence]:
         with self.turns.lock:
             self._require_open()
             free = self._free_ids()
@@ -337,7 +345,7 @@ class Runtime:
     def take_sequence(self) -> ResidentSequence | None:
         """A free sequence, if there is one."""
         try:
-            return self.take_sequences(1)[0]
+            return self._take_sequences(1)[0]
         except SessionUnavailableError:
             return None
 

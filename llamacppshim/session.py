@@ -733,7 +733,7 @@ class Session:
         """Takes the session for a call; the one that has it, where there is one."""
         with self._mutex:
             other = self._inside
-            if other is not None and other.runs:
+            if other is not None and other.runs_beside(call):
                 return other
             self._inside = call
             return None
@@ -846,19 +846,22 @@ class _Call:
     """A call that is inside a session: a frame of its thread.
 
     Whether it still is there, the thread's stack says: an interrupt can come between a block's end and its context
-    manager's first line, and then nothing else tells that the call is over.
+    manager's first line, and then nothing else tells that the call is over. The frame itself is held, since another
+    one may be given the address of one that is gone.
     """
 
-    __slots__ = ("_frame_id", "thread")
+    __slots__ = ("_frame", "thread")
 
     def __init__(self, frame: FrameType) -> None:
         self.thread = threading.get_ident()
-        self._frame_id = id(frame)
+        self._frame = frame
 
-    @property
-    def runs(self) -> bool:
+    def runs_beside(self, other: _Call) -> bool:
+        """Whether it is not over. Where the other has the same frame, it is: a function enters a session once."""
+        if self._frame is other._frame:
+            return False
         frame = sys._current_frames().get(self.thread)
-        while frame is not None and id(frame) != self._frame_id:
+        while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None
 

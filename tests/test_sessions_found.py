@@ -167,6 +167,47 @@ def test_no_interrupt_leaves_a_session_or_a_turn_taken(run_child: RunChild) -> N
     )
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-swa", "tiny-mamba"])
+def test_no_interrupt_leaves_branches_restores_or_chats_taken(run_child: RunChild, name: str) -> None:
+    run_child(
+        ALARM,
+        f"""
+        import faulthandler, warnings
+        faulthandler.dump_traceback_later(200, exit=True)
+        warnings.simplefilter("ignore", ResourceWarning)
+        with Runtime.open(TINY["{name}"], n_ctx=1024, n_threads=1, n_seq_max=4, store="store") as runtime:
+            session = runtime.session()
+            session.ensure_prefix("Hello there\\n")
+            saved = session.snapshot()
+            expected = session.collect(max_tokens=6, ignore_eos=True).tokens
+            def branch():
+                session.ensure_prefix("Hello there\\n")
+                children = session.branch(2)
+                try:
+                    prefill_many({{child: "more" for child in children}})
+                    collect_many(children, max_tokens=4, ignore_eos=True)
+                finally:
+                    for child in children:
+                        child.close()
+            def restore():
+                session.restore(saved)
+                session.collect(max_tokens=2, ignore_eos=True)
+                session.park()
+            def chat():
+                for _ in session.chat([{{"role": "user", "content": "hi"}}], prompt_format="chatml", max_tokens=3):
+                    pass
+            for work in (branch, restore, chat):
+                assert interrupted(work, 3) > 100
+                work()
+                session.ensure_prefix("Hello there\\n")
+                assert session.collect(max_tokens=6, ignore_eos=True).tokens == expected
+                assert len(runtime.session().tokens) == 0
+            session.close()
+        """,
+        stderr=None,  # as above
+    )
+
+
 def test_a_cancel_from_a_signal_handler_does_not_lock_up(run_child: RunChild) -> None:
     run_child(
         """
