@@ -36,6 +36,7 @@ extern "C" {
 #endif
 
 typedef struct lcs_model         lcs_model;
+typedef struct lcs_header        lcs_header;
 typedef struct lcs_context       lcs_context;
 typedef struct lcs_sampler       lcs_sampler;
 typedef struct lcs_adapter       lcs_adapter;
@@ -111,6 +112,7 @@ LCS_API lcs_status lcs_build_info(lcs_build * build_out);
 /* Handles alive in this process, and bytes of the strings among them. */
 typedef struct lcs_live_counts {
     int64_t models;
+    int64_t headers;
     int64_t contexts;
     int64_t samplers;
     int64_t adapters;
@@ -250,6 +252,64 @@ LCS_API const char * lcs_model_chat_template(const lcs_model * model, const char
 /* GGUF metadata as text, scalars only; arrays are not given. RANGE: i outside [0, count). */
 LCS_API int32_t    lcs_model_meta_count(const lcs_model * model);
 LCS_API lcs_status lcs_model_meta_at(const lcs_model * model, int32_t i, const char ** key_out, const char ** value_out);
+
+/*
+ * Headers: what a GGUF file says of its model, and what it would need. No weight is read, no cache is allocated.
+ */
+
+typedef struct lcs_header_info {
+    lcs_model_info model;   /* as the loaded model would give it */
+    const char *   tokenizer; /* "llama" (SentencePiece), "gpt2" (BPE), "bert", ...; "" without one. Owned by the header */
+    uint32_t       version; /* of the GGUF format */
+    int32_t        n_parts; /* files of a split model */
+    uint64_t       n_file_bytes;   /* of all parts */
+    uint64_t       n_header_bytes; /* of the first part */
+    int32_t        n_tensors;
+    int32_t        n_types;        /* tensor types, see lcs_header_type_at */
+    int32_t        n_layer_all;    /* prediction layers included, see lcs_header_layer_at */
+    int32_t        n_expert;
+    int32_t        n_expert_used;  /* the most of a layer */
+} lcs_header_info;
+
+/* One layer as its memory sees it. Widths in elements of one cell. */
+typedef struct lcs_header_layer {
+    int32_t  n_head;
+    int32_t  n_head_kv;
+    uint32_t n_embd_k;   /* of K and V in the cache; 0: none */
+    uint32_t n_embd_v;
+    uint32_t n_state;    /* f32 numbers of recurrent state a sequence; 0: none */
+    bool     windowed;   /* keeps a sliding window */
+    bool     prediction; /* a layer of multi-token prediction */
+} lcs_header_layer;
+
+typedef struct lcs_header_type {
+    const char * name; /* "f16", "q4_0"; static */
+    int32_t      n_tensors;
+    uint64_t     n_bytes;
+} lcs_header_type;
+
+/*
+ * Read and check a file's header; of a split model those of all parts. The check is that of lcs_model_load, which this
+ * call shares; what passes both can be loaded, but for its weights.
+ *
+ *   params  how the model would be loaded: decides where weights go. NULL: the defaults. progress and vocab_only are
+ *           not looked at.
+ *
+ * Errors as lcs_model_load.
+ * Cost: the header is read once; a vocabulary of 150,000 tokens takes some 20 ms.
+ */
+LCS_API lcs_status lcs_header_read(const char * path, const lcs_model_params * params, lcs_header ** header_out);
+LCS_API void       lcs_header_free(lcs_header * header);
+
+LCS_API lcs_status lcs_header_get_info(const lcs_header * header, lcs_header_info * info_out);
+LCS_API const char * lcs_header_architecture(const lcs_header * header); /* owned by the header; never NULL */
+
+/* RANGE: i outside [0, n_layer_all), [0, n_types), [0, count). */
+LCS_API lcs_status lcs_header_layer_at(const lcs_header * header, int32_t i, lcs_header_layer * layer_out);
+LCS_API lcs_status lcs_header_type_at(const lcs_header * header, int32_t i, lcs_header_type * type_out);
+LCS_API int32_t    lcs_header_meta_count(const lcs_header * header);
+LCS_API lcs_status lcs_header_meta_at(
+        const lcs_header * header, int32_t i, const char ** key_out, const char ** value_out);
 
 /*
  * Vocabulary. All UNSUPPORTED ("vocab") on a model without one.
@@ -560,6 +620,20 @@ typedef struct lcs_memory_use {
 
 /* Source: llama_get_memory_breakdown. */
 LCS_API lcs_status lcs_context_memory_use(lcs_context * ctx, lcs_memory_use * entries, size_t capacity, size_t * n_out);
+
+/*
+ * What lcs_context_memory_use would say of a context with these parameters, without its memory. One caller at a time.
+ *
+ * ARG RANGE UNSUPPORTED  as lcs_context_init, which judges the same
+ * NOMEM                  what a dry run itself needs (recurrent state is allocated, cells are listed) is not there
+ * Source: llama_get_memory_breakdown of a context that was made with no_alloc.
+ */
+LCS_API lcs_status lcs_header_measure(
+        lcs_header * header, const lcs_context_params * params, lcs_memory_use * entries, size_t capacity,
+        size_t * n_out);
+
+/* What the machine has left for this process: free memory and swap, cut to its cgroup's limit. 0: unknown. */
+LCS_API uint64_t lcs_available_memory(void);
 
 /*
  * Memory operations. seq_id in [0, n_seq_max) throughout, else RANGE. p0 < 0 means 0, p1 < 0 means to the end.

@@ -87,7 +87,9 @@ void require_blocks(const llama_hparams & h, const char * what, ggml_type type, 
     }
 }
 
-llama_context_params judge(const model_box & box, const lcs_context_params & p) {
+} // namespace
+
+llama_context_params judge_context(const model_box & box, const lcs_context_params & p) {
     if (box.info.vocab_only) {
         fail(LCS_STATUS_UNSUPPORTED, "a vocab_only model has no weights to make a context from", "context");
     }
@@ -187,6 +189,13 @@ llama_context_params judge(const model_box & box, const lcs_context_params & p) 
     return out;
 }
 
+uint64_t first_output_floats(const model_box & box, const llama_context_params & params) {
+    const int64_t row = box.info.n_vocab + (params.embeddings ? box.info.n_embd_out : 0);
+    return static_cast<uint64_t>(row) * params.n_seq_max;
+}
+
+namespace {
+
 #if !defined(LCS_OPENMP)
 // The CPU backend remembers the pool of its last graph and pauses it when it is given another: also one that is gone.
 void forget_pool(lcs_context & ctx) {
@@ -253,8 +262,7 @@ void read_info(lcs_context & ctx, const llama_context_params & params) {
     if (const ggml_tensor * table = ctx.model->model->pos_embd; table != nullptr) {
         ctx.n_pos_max = table->ne[1]; // a position past the table would be an assert in ggml
     }
-    const int64_t row = ctx.model->info.n_vocab + (params.embeddings ? ctx.model->info.n_embd_out : 0);
-    ctx.output_floats = static_cast<uint64_t>(row) * resolved.n_seq_max;
+    ctx.output_floats = first_output_floats(*ctx.model, params);
 }
 
 } // namespace
@@ -279,6 +287,15 @@ llama_memory_t require_memory(const lcs_context & ctx) {
 
 void require_seq(const lcs_context & ctx, const char * what, int32_t seq_id) {
     require_range(what, seq_id, 0, static_cast<int64_t>(ctx.info.n_seq_max) - 1);
+}
+
+void give_uses(const std::vector<lcs_memory_use> & uses, lcs_memory_use * entries, size_t capacity, size_t * n_out) {
+    *n_out = uses.size();
+    if (capacity < uses.size()) {
+        fail(LCS_STATUS_BUFFER, "capacity is less than " + std::to_string(uses.size()) + " entries");
+    }
+    require(entries, "entries");
+    std::copy(uses.begin(), uses.end(), entries);
 }
 
 void fail_fatal(lcs_context & ctx, const std::string & cause) {
@@ -333,7 +350,7 @@ lcs_status lcs_context_init(lcs_model * model, const lcs_context_params * params
         auto ctx = std::make_unique<lcs_context>();
         ctx->model = model->box;
         ctx->poll = given.poll < 0 ? lcs::DEFAULT_POLL : given.poll;
-        llama_context_params judged = lcs::judge(*model->box, given);
+        llama_context_params judged = lcs::judge_context(*model->box, given);
         judged.abort_callback = lcs::should_abort;
         judged.abort_callback_data = ctx.get();
 
@@ -473,12 +490,7 @@ lcs_status lcs_context_memory_use(lcs_context * ctx, lcs_memory_use * entries, s
             found.push_back({ggml_backend_buft_name(type), use.model, use.context, use.compute});
         }
         found.push_back({"output", 0, 0, ctx->output_floats * sizeof(float)});
-        *n_out = found.size();
-        if (capacity < found.size()) {
-            lcs::fail(LCS_STATUS_BUFFER, "capacity is less than " + std::to_string(found.size()) + " entries");
-        }
-        lcs::require(entries, "entries");
-        std::copy(found.begin(), found.end(), entries);
+        lcs::give_uses(found, entries, capacity, n_out);
     });
 }
 

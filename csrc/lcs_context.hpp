@@ -100,10 +100,22 @@ void           require_seq(const lcs_context & ctx, const char * what, int32_t s
 // shift and apply it again.
 void flush_updates(lcs_context & ctx);
 
-// fit.cpp. NOMEM unless the KV cache, then (after creation) the compute buffers, fit what the machine has left: Linux
+// What llama.cpp is asked for. ARG, RANGE, UNSUPPORTED.
+llama_context_params judge_context(const model_box & box, const lcs_context_params & params);
+// Of llama.cpp's output buffer in a context that has decoded nothing yet.
+uint64_t first_output_floats(const model_box & box, const llama_context_params & params);
+
+// Into the caller's array; BUFFER where it is too small. n_out has the number in either case.
+void give_uses(const std::vector<lcs_memory_use> & uses, lcs_memory_use * entries, size_t capacity, size_t * n_out);
+
+// fit.cpp. The memory of one layer, prediction layers included; il < n_layer_all.
+lcs_header_layer layer_of(const model_box & model, uint32_t il);
+
+// NOMEM unless the KV cache, then (after creation) the compute buffers, fit what the machine has left: Linux
 // would promise the memory and kill the process when it is touched.
-void     require_kv_fits(const model_box & model, const llama_context_params & params);
-void     require_compute_fits(const lcs_context & ctx, uint64_t available_before);
-uint64_t available_memory_bytes();
+void require_kv_fits(const model_box & model, const llama_context_params & params);
+void require_compute_fits(const lcs_context & ctx, uint64_t available_before);
+// The same of what making a context allocates or lists where its model has no weights: recurrent state, and cells.
+void require_dry_run_fits(const model_box & model, const llama_context_params & params);
 
 } // namespace lcs

@@ -246,6 +246,7 @@ void lcs_live(lcs_live_counts * counts_out) {
     }
     const auto alive = [](lcs::kind k) { return lcs::g_alive[static_cast<size_t>(k)].load(std::memory_order_relaxed); };
     counts_out->models = alive(lcs::kind::model);
+    counts_out->headers = alive(lcs::kind::header);
     counts_out->contexts = alive(lcs::kind::context);
     counts_out->samplers = alive(lcs::kind::sampler);
     counts_out->adapters = alive(lcs::kind::adapter);

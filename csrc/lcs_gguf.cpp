@@ -200,12 +200,14 @@ void gguf_header::read(source & in) {
 
 void gguf_header::read_values(source & in, uint64_t n) {
     for (uint64_t i = 0; i < n; ++i) {
-        std::string key(in.take_text("a key"));
+        const size_t begin = in.at();
+        std::string  key(in.take_text("a key"));
         if (key.empty() || key.find('\0') != std::string::npos) {
             refuse("key " + std::to_string(i) + " is empty or holds a NUL");
         }
         value v;
-        auto  type = in.take<uint32_t>("a type");
+        v.begin = begin;
+        auto type = in.take<uint32_t>("a type");
         v.is_array = type == GGUF_TYPE_ARRAY;
         if (v.is_array) {
             type = in.take<uint32_t>("an element type");
@@ -228,6 +230,7 @@ void gguf_header::read_values(source & in, uint64_t n) {
         if (v.n > GGUF_MAX_ELEMENTS) {
             refuse(shown(key) + " has " + std::to_string(v.n) + " elements, most " + std::to_string(GGUF_MAX_ELEMENTS));
         }
+        v.end = in.at();
         if (!index_.emplace(key, keys_.size()).second) {
             refuse("has the key " + shown(key) + " twice");
         }
@@ -716,19 +719,20 @@ void judge_adapter(const gguf_header & header) {
     }
 }
 
-gguf_header read_model_file(const std::string & path) {
-    gguf_header first(path);
+std::vector<gguf_header> read_model_file(const std::string & path) {
+    std::vector<gguf_header> parts;
+    const gguf_header &      first = parts.emplace_back(path);
     if (const int64_t no = first.integer("split.no").value_or(0); no > 0) {
         refuse("is part " + std::to_string(no + 1) + " of a split model, whose first part must be given");
     }
     judge_model(first);
     const gguf_header::value * count = first.find("split.count");
     if (count == nullptr || count->is_array || count->type != GGUF_TYPE_UINT16) {
-        return first; // one file, or a type that llama.cpp refuses
+        return parts; // one file, or a type that llama.cpp refuses
     }
     const auto n_parts = static_cast<int32_t>(first.integer_at(*count, 0));
     if (n_parts <= 1) {
-        return first;
+        return parts;
     }
     // llama.cpp's rule: the parts stand beside the first, which is named PREFIX-00001-of-NNNNN.gguf.
     std::vector<char> prefix(path.size() + 1);
@@ -739,7 +743,7 @@ gguf_header read_model_file(const std::string & path) {
     for (int32_t i = 1; i < n_parts; ++i) {
         llama_split_path(name.data(), name.size(), prefix.data(), i, n_parts);
         try {
-            const gguf_header          part{std::string(name.data())};
+            const gguf_header &        part = parts.emplace_back(std::string(name.data()));
             const gguf_header::value * no = part.find("split.no");
             if (no == nullptr || no->is_array || no->type != GGUF_TYPE_UINT16) {
                 refuse("split.no is no u16");
@@ -748,12 +752,13 @@ gguf_header read_model_file(const std::string & path) {
                 refuse("split.no is " + std::to_string(part.integer_at(*no, 0)) + ", expected " + std::to_string(i));
             }
             judge_tensors(part);
+            parts.back().trim(); // there may be hundreds
         } catch (failure & f) {
             f.message = "part " + std::to_string(i + 1) + " of " + std::to_string(n_parts) + ": " + f.message;
             throw;
         }
     }
-    return first;
+    return parts;
 }
 
 gguf_header read_adapter_file(const std::string & path) {

@@ -22,7 +22,9 @@ public:
         gguf_type type = GGUF_TYPE_COUNT; // of the scalar, or of each element
         bool      is_array = false;
         uint64_t  n = 1;
-        size_t    at = 0; // where its bytes begin
+        size_t    at = 0;    // where its bytes begin
+        size_t    begin = 0; // of its record: key, type, value
+        size_t    end = 0;
     };
 
     struct tensor {
@@ -64,6 +66,17 @@ public:
     // Element i of an array of integers; i < v.n.
     int64_t integer_at(const value & v, uint64_t i) const;
 
+    // The record of a value as it is in the file.
+    std::string_view record(const value & v) const {
+        return std::string_view(buffer_).substr(v.begin, v.end - v.begin);
+    }
+
+    // Lets go of what of the tensors' data was read on the way.
+    void trim() {
+        buffer_.resize(header_bytes_);
+        buffer_.shrink_to_fit();
+    }
+
     // Calls visit(std::string_view) for each text of an array of texts.
     template <class Visit>
     void each_text(const value & v, Visit && visit) const {
@@ -102,8 +115,8 @@ private:
 void judge_model(const gguf_header & header);
 void judge_adapter(const gguf_header & header);
 
-// Read and judged; of a split model every part, the first is given.
-gguf_header read_model_file(const std::string & path);
+// Read and judged: one header, or those of every part of a split model, in order.
+std::vector<gguf_header> read_model_file(const std::string & path);
 gguf_header read_adapter_file(const std::string & path);
 
 } // namespace lcs

@@ -74,6 +74,14 @@ int32_t decode_fault_at_node() noexcept;
 // log.cpp. The last ERROR (else WARN) line that llama.cpp logged on this thread since begin_call().
 void                log_begin_call() noexcept;
 const std::string & log_last_line() noexcept;
+// While one lives, what llama.cpp logs on this thread goes into errors only.
+class quiet_log {
+public:
+    quiet_log() noexcept;
+    ~quiet_log();
+    quiet_log(const quiet_log &) = delete;
+    quiet_log & operator=(const quiet_log &) = delete;
+};
 // For text that upstream writes past the log callback (grammar errors go to stderr): nothing of ours prints either.
 void                log_line(lcs_log_level level, const std::string & text) noexcept;
 
@@ -93,7 +101,7 @@ private:
 // build.cpp. Once: CPU check, log capture, backends. UNSUPPORTED where the CPU lacks what the build needs.
 void init_once();
 
-enum class kind { model, context, sampler, adapter, chat_template, string, count };
+enum class kind { model, header, context, sampler, adapter, chat_template, string, count };
 
 void count_alive(kind k, int64_t by) noexcept;
 
@@ -136,6 +144,11 @@ void free_handle(H * h) noexcept {
         delete h;
     }
 }
+
+// machine.cpp: what the machine has left for this process, in bytes; UINT64_MAX where it cannot be told.
+uint64_t available_memory_bytes();
+// fit.cpp: NOMEM with both numbers.
+void require_available(const char * what, uint64_t needed, uint64_t available);
 
 struct vocab_walk; // grammar.hpp
 

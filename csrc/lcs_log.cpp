@@ -34,6 +34,7 @@ struct thread_log {
     lcs_log_level partial_level = LCS_LOG_LEVEL_INFO;
     std::string   last;
     lcs_log_level last_level = LCS_LOG_LEVEL_DEBUG;
+    int           quiet = 0; // quiet_log objects alive
 };
 thread_local thread_log t_log;
 
@@ -51,7 +52,7 @@ void finish_line(lcs_log_level level, std::string text) {
         t_log.last = text;
         t_log.last_level = level;
     }
-    if (level < g_level.load(std::memory_order_relaxed)) {
+    if (level < g_level.load(std::memory_order_relaxed) || t_log.quiet > 0) {
         return;
     }
     queue & q = the_queue();
@@ -72,6 +73,14 @@ void log_begin_call() noexcept {
 
 const std::string & log_last_line() noexcept {
     return t_log.last;
+}
+
+quiet_log::quiet_log() noexcept {
+    ++t_log.quiet;
+}
+
+quiet_log::~quiet_log() {
+    --t_log.quiet;
 }
 
 void log_line(lcs_log_level level, const std::string & text) noexcept {

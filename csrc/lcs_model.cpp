@@ -1,6 +1,5 @@
 // Owns models: the load, what is read from a model once, and its life. Weights are shared by every handle made of them.
-#include "lcs_gguf.hpp"
-#include "lcs_internal.hpp"
+#include "lcs_model.hpp"
 
 #include "ggml-backend.h"
 
@@ -152,6 +151,24 @@ void read_shapes(model_box & box, const gguf_header & header) {
     info.ftype = static_cast<int32_t>(header.integer("general.file_type").value_or(LLAMA_FTYPE_GUESSED));
 }
 
+} // namespace
+
+load_request::load_request(const lcs_model_params & params) {
+    judge_params(params);
+    devices = find_devices(params);
+    split = read_tensor_split(params);
+    raw = llama_model_default_params();
+    raw.devices = params.devices == nullptr ? nullptr : devices.data();
+    raw.n_gpu_layers = params.n_gpu_layers;
+    raw.split_mode = static_cast<llama_split_mode>(params.split_mode);
+    raw.main_gpu = params.main_gpu;
+    raw.tensor_split = params.tensor_split == nullptr ? nullptr : split.data();
+    raw.load_mode = load_mode(params);
+    raw.check_tensors = params.check_tensors;
+    raw.use_extra_bufts = params.use_extra_bufts;
+    raw.load_mtp = params.load_mtp;
+}
+
 void read_model(model_box & box, const gguf_header & header, bool vocab_only) {
     box.vocab = llama_model_get_vocab(box.model);
     box.architecture = header.text("general.architecture").value_or("");
@@ -177,34 +194,28 @@ void read_model(model_box & box, const gguf_header & header, bool vocab_only) {
     read_specials(box);
 }
 
+namespace {
+
 std::shared_ptr<model_box> load_model(const std::string & path, const lcs_model_params & params) {
-    judge_params(params);
-    const std::vector<ggml_backend_dev_t> devices = find_devices(params);
-    const std::vector<float>              split = read_tensor_split(params);
+    load_request request(params);
     fault_point();
-    const gguf_header header = read_model_file(path);
+    std::vector<gguf_header> parts = read_model_file(path);
     fault_point();
+    if (!params.vocab_only) {
+        require_weights_fit(parts, request, params.use_mmap && llama_supports_mmap());
+    }
+    const gguf_header & header = parts.front();
     auto box = std::make_shared<model_box>();
     box->path = path;
 
-    progress           observed{params.progress, params.progress_data};
-    llama_model_params raw = llama_model_default_params();
-    raw.devices = params.devices == nullptr ? nullptr : const_cast<ggml_backend_dev_t *>(devices.data());
-    raw.n_gpu_layers = params.n_gpu_layers;
-    raw.split_mode = static_cast<llama_split_mode>(params.split_mode);
-    raw.main_gpu = params.main_gpu;
-    raw.tensor_split = params.tensor_split == nullptr ? nullptr : split.data();
-    raw.load_mode = load_mode(params);
-    raw.check_tensors = params.check_tensors;
-    raw.use_extra_bufts = params.use_extra_bufts;
-    raw.vocab_only = params.vocab_only;
-    raw.load_mtp = params.load_mtp;
-    raw.progress_callback = on_progress;
-    raw.progress_callback_user_data = &observed;
+    progress observed{params.progress, params.progress_data};
+    request.raw.vocab_only = params.vocab_only;
+    request.raw.progress_callback = on_progress;
+    request.raw.progress_callback_user_data = &observed;
 
     fault_point();
     const trapped_aborts trapped(LCS_STATUS_LOAD);
-    box->model = llama_model_load_from_file(path.c_str(), raw);
+    box->model = llama_model_load_from_file(path.c_str(), request.raw);
     if (observed.cancelled) {
         fail(LCS_STATUS_CANCELLED, "the load was cancelled");
     }

@@ -73,7 +73,10 @@ from llamacppshim.errors import (
     UnsupportedFeatureError,
 )
 from llamacppshim.folders import read_folder
+from llamacppshim.header import GgufHeader, read_gguf_header
+from llamacppshim.machine import machine_budget
 from llamacppshim.manifest import ContextManifest, Identity, SegmentRecord
+from llamacppshim.memory import Fit, MemoryEstimate, estimate_memory, largest_context
 from llamacppshim.profile import Profile, PromptConfig, ToolsConfig
 from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
 from llamacppshim.reuse import ReusePlan
@@ -111,8 +114,10 @@ __all__ = [
     "DecodeResult",
     "DecodeStatus",
     "Explanation",
+    "Fit",
     "ForkedError",
     "FoundModel",
+    "GgufHeader",
     "GrammarError",
     "Identity",
     "InternalError",
@@ -122,6 +127,7 @@ __all__ = [
     "LoadCancelledError",
     "LogitsView",
     "ManifestMismatchError",
+    "MemoryEstimate",
     "Model",
     "ModelLoadError",
     "ModelSource",
@@ -165,13 +171,17 @@ __all__ = [
     "build_info",
     "collect_many",
     "decode_many",
+    "estimate_memory",
     "get_include",
     "hash_bytes",
     "json_schema_to_grammar",
+    "largest_context",
     "list_models",
     "live_counts",
+    "machine_budget",
     "prefill_many",
     "read_folder",
+    "read_gguf_header",
     "resolve_model",
 ]
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llamacppshim.answer import Chunk, Completion, completion_of
-from llamacppshim.config import DecodeConfig
+from llamacppshim.config import DecodeConfig, configured
 from llamacppshim.errors import DecodeAbortedError, DecodeError, InvalidArgumentError, LlamaCppShimError
 from llamacppshim.generate import Step
 from llamacppshim.prompt import Prompt
-from llamacppshim.runtime import Piece, Runtime, configured
+from llamacppshim.runtime import Piece, Runtime
 from llamacppshim.session import Session, Suffix
 
 

@@ -54,16 +54,37 @@ def demo(
 
 @app.command()
 def models() -> None:
-    """List the models of this machine's Ollama stores and Hugging Face cache, as --model takes them."""
+    """List the models of this machine's Ollama stores and Hugging Face cache, as --model takes them, and which fit."""
+    from llamacppshim.fit_cli import verdicts
+
     console = rich.console.Console()
     found = list_models()
     if not found:
         say(console, "none; looked in " + ", ".join(map(str, ollama_stores())) + " and the Hugging Face cache")
     width = max((len(model.spec) for model in found), default=0)
-    for model in found:
+    for model, verdict in verdicts(found):
         size = "-" if model.source is None else f"{model.n_bytes / 1e6:,.0f} MB"
-        notes = model.reason if model.source is None else "; ".join(model.source.notes)
-        say(console, f"{model.spec:<{width}}  {size:>10}  {notes}".rstrip())
+        notes = () if model.source is None else model.source.notes
+        say(console, f"{model.spec:<{width}}  {size:>10}  {'; '.join([verdict, *notes])}")
+
+
+@app.command()
+def fit(
+    model: Annotated[str, typer.Argument(metavar="SPEC", help=FORMS)],
+    ctx: Annotated[
+        int | None, typer.Option(metavar="N", help="Cells of the context, in tokens. [default: trained, at most 8192]")
+    ] = None,
+) -> None:
+    """Say what a model needs, and which contexts of it this machine has room for now. Reads its header only."""
+    from llamacppshim.config import RuntimeConfig
+    from llamacppshim.demo import model_file
+    from llamacppshim.fit_cli import show
+    from llamacppshim.header import read_gguf_header
+    from llamacppshim.machine import machine_budget
+
+    console = rich.console.Console()
+    header = read_gguf_header(model_file(console, model))
+    show(console, header, machine_budget(), RuntimeConfig(n_ctx=ctx))
 
 
 def main() -> None:

@@ -18,6 +18,19 @@ Reuse = Literal["token", "bitwise"]
 Seam = Literal["refuse", "reread"]
 Overflow = Literal["error", "evict"]
 
+# Fields of `RuntimeConfig` that are parameters of `Model`, and of `Context`.
+LOAD_FIELDS = (
+    *("n_gpu_layers", "devices", "split_mode", "main_gpu", "tensor_split", "use_mmap", "use_mlock", "use_extra_bufts"),
+    "check_tensors",
+)
+CONTEXT_FIELDS = (
+    *("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_rs_seq", "n_threads", "n_threads_batch", "poll", "flash_attn"),
+    *("type_k", "type_v", "rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload", "swa_full", "kv_unified"),
+)
+
+DEFAULT_N_CTX = 8192
+
 _SPLIT_MODES = ("none", "layer", "row", "tensor")
 _FLASH_ATTN = ("auto", "on", "off")
 _ROPE_SCALING = ("model", "none", "linear", "yarn", "longrope")
@@ -346,3 +359,22 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("max_tokens", "stop", "logprobs", "ignore_eos", "show_special", "timeout_s"):
             del values[name]
         return values
+
+
+def configured(kind: type[Any], config: Any, overrides: dict[str, Any]) -> Any:
+    """A configuration with some of its fields replaced; an unknown field is named."""
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"config must be a {kind.__name__}, not {type(config).__name__}")
+    for name in overrides:
+        if name not in kind.__struct_fields__:
+            raise InvalidArgumentError(f"{kind.__name__} has no field {name}", field=name)
+    if config is None:
+        return kind(**overrides)
+    return msgspec.structs.replace(config, **overrides) if overrides else config
+
+
+def with_n_ctx(config: RuntimeConfig, n_ctx_train: int) -> RuntimeConfig:
+    """With a number of cells, where it has none."""
+    if config.n_ctx is not None:
+        return config
+    return msgspec.structs.replace(config, n_ctx=min(n_ctx_train or DEFAULT_N_CTX, DEFAULT_N_CTX))

@@ -54,7 +54,12 @@ class BufferTooSmallError(LlamaCppShimError, BufferError, status="BUFFER"):
 
 
 class OutOfMemoryError(LlamaCppShimError, MemoryError, status="NOMEM"):
-    """Host or device memory ran out, or would."""
+    """Host or device memory ran out, or would. Bytes needed and available, where both were known before."""
+
+    def __init__(self, text: str = "", *, needed_bytes: int | None = None, available_bytes: int | None = None) -> None:
+        super().__init__(text or f"{needed_bytes} bytes are needed, {available_bytes} are available")
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
 
 
 class InternalError(LlamaCppShimError, RuntimeError, status="INTERNAL"):
@@ -297,6 +302,13 @@ def error_for(
         error = cls(reason, status=raw_status or None, raw_status=raw_status or None, committed=committed, dirty=dirty)
     elif issubclass(cls, BatchTooLargeError):
         error = cls(reason, n_tokens=_number(actual), n_batch=_number(expected))
+    elif issubclass(cls, OutOfMemoryError):
+        known = field == "memory"
+        error = cls(
+            reason,
+            needed_bytes=_number(actual) if known else None,
+            available_bytes=_number(expected) if known else None,
+        )
     elif issubclass(cls, UnsupportedFeatureError):
         error = cls(reason, feature=field)
     elif issubclass(cls, (_FieldError, SnapshotMismatchError)):

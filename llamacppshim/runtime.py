@@ -18,14 +18,13 @@ import msgspec
 import numpy as np
 
 from llamacppshim._native import Adapter, Batch, Context, Model, build_info
-from llamacppshim.config import DecodeConfig, RuntimeConfig
+from llamacppshim.config import CONTEXT_FIELDS, LOAD_FIELDS, DecodeConfig, RuntimeConfig, configured, with_n_ctx
 from llamacppshim.digests import file_digest, known_digest
 from llamacppshim.errors import (
     ClosedError,
     DecodeAbortedError,
     DecodeError,
     ForkedError,
-    InvalidArgumentError,
     InvalidBatchError,
     LlamaCppShimError,
     ManifestMismatchError,
@@ -34,7 +33,9 @@ from llamacppshim.errors import (
     UnsupportedFeatureError,
 )
 from llamacppshim.ledger import Tokens
+from llamacppshim.machine import machine_budget
 from llamacppshim.manifest import Identity, digest_of, hash_bytes
+from llamacppshim.memory import require_fit
 from llamacppshim.profile import Profile
 from llamacppshim.reuse import MemoryKind
 from llamacppshim.sequence import Cells, ResidentSequence, Stop
@@ -47,21 +48,12 @@ if TYPE_CHECKING:
     from llamacppshim.session import Session
     from llamacppshim.snapshot import Snapshot
 
-DEFAULT_N_CTX = 8192
-
-_MODEL_FIELDS = ("n_gpu_layers", "split_mode", "main_gpu", "use_mmap", "use_mlock", "use_extra_bufts", "check_tensors")
-_MODEL_OPTIONAL = ("devices", "tensor_split")
-_CONTEXT_FIELDS = (
-    *("n_ctx", "n_batch", "n_ubatch", "n_seq_max", "n_rs_seq", "n_threads", "n_threads_batch", "poll", "flash_attn"),
-    *("type_k", "type_v", "rope_scaling", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
-    *("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload", "swa_full", "kv_unified"),
-)
 # What changes the bits of a cell, besides what has a field of its own in the identity.
 _NUMERIC_FIELDS = (
     *("n_ubatch", "n_threads", "n_threads_batch", "n_gpu_layers", "devices", "split_mode", "main_gpu", "tensor_split"),
     *("offload_kqv", "op_offload", "use_extra_bufts"),
 )
-_ROPE_FIELDS = tuple(name for name in _CONTEXT_FIELDS if name.startswith(("rope_", "yarn_")))
+_ROPE_FIELDS = tuple(name for name in CONTEXT_FIELDS if name.startswith(("rope_", "yarn_")))
 
 
 class Piece(NamedTuple):
@@ -105,6 +97,7 @@ class Runtime:
         *,
         owns_model: bool,
         store: SnapshotStore | str | os.PathLike[str] | None = None,
+        budget: int | None = None,
     ) -> None:
         self._pid = os.getpid()
         self._closed = True  # until it is whole
@@ -113,7 +106,7 @@ class Runtime:
         self._owns_model = owns_model
         self._adapters: tuple[tuple[Adapter, float], ...] = ()
         self._adapter_digests: tuple[tuple[str, float], ...] = ()
-        self._request = _with_defaults(config, model)
+        self._request = with_n_ctx(config, model.n_ctx_train)
         self.context = self._make_context()
         self.config = _resolved(self._request, self.context)
         self.memory_kind: MemoryKind = self.context.memory_kind
@@ -144,6 +137,9 @@ class Runtime:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._file = _stat(model.path)
         try:
+            if budget is not None:
+                use, n_ctx = self.context.memory_use(), self.context.n_ctx
+                require_fit(use, budget, name=self.model_name, n_ctx=n_ctx, loaded=not owns_model)
             self._fixed = self._fixed_identity()
             self._closed = False
             self.set_adapters(config.adapters)
@@ -160,6 +156,7 @@ class Runtime:
         *,
         progress: Callable[[float], bool | None] | None = None,
         store: SnapshotStore | str | os.PathLike[str] | None = None,
+        check_memory: bool = True,
         **overrides: Any,
     ) -> Runtime:
         """Load a model and make a context for it.
@@ -175,6 +172,9 @@ class Runtime:
         store
             A `SnapshotStore`, or its folder: what sessions park there on close is found again by `ensure_prefix`, in
             this process or another.
+        check_memory
+            Refuse what `estimate_memory` would call ``none`` on this machine now. False: only what cannot be allocated
+            at all is refused; mapped weights larger than the memory then come from the disk again and again.
 
         Raises
         ------
@@ -183,15 +183,14 @@ class Runtime:
         InvalidArgumentError, OutOfRangeError, OutOfMemoryError  the configuration, by field
         """
         config = configured(RuntimeConfig, config, overrides)
+        budget = machine_budget() if check_memory else None
         if isinstance(model, Model):
             # How it was loaded is said by the model, not by the configuration.
             config = msgspec.structs.replace(config, **model.load_options)
-            return cls(model, config, owns_model=False, store=store)
-        values: dict[str, Any] = {name: getattr(config, name) for name in _MODEL_FIELDS}
-        values |= {name: getattr(config, name) for name in _MODEL_OPTIONAL if getattr(config, name) is not None}
-        loaded = Model(model, progress=progress, **values)
+            return cls(model, config, owns_model=False, store=store, budget=budget)
+        loaded = Model(model, progress=progress, **{name: getattr(config, name) for name in LOAD_FIELDS})
         try:
-            return cls(loaded, config, owns_model=True, store=store)
+            return cls(loaded, config, owns_model=True, store=store, budget=budget)
         except BaseException:
             loaded.close()
             raise
@@ -273,7 +272,7 @@ class Runtime:
     def _make_context(self) -> Context:
         if self.model.vocab_only:
             raise UnsupportedFeatureError(f"{self.model.name} was loaded for its vocabulary only", feature="context")
-        values = {name: getattr(self._request, name) for name in _CONTEXT_FIELDS}
+        values = {name: getattr(self._request, name) for name in CONTEXT_FIELDS}
         context = Context(self.model, **values)
         if context.memory_kind == "none":
             context.close()
@@ -668,24 +667,6 @@ class Runtime:
         if self._closed:
             return "<Runtime closed>"
         return f"<Runtime {self.model_name} {self.memory_kind} n_ctx={self.config.n_ctx} sessions={self.n_sessions}>"
-
-
-def configured(kind: type[Any], config: Any, overrides: dict[str, Any]) -> Any:
-    """A configuration with some of its fields replaced; an unknown field is named."""
-    if config is not None and not isinstance(config, kind):
-        raise TypeError(f"config must be a {kind.__name__}, not {type(config).__name__}")
-    for name in overrides:
-        if name not in kind.__struct_fields__:
-            raise InvalidArgumentError(f"{kind.__name__} has no field {name}", field=name)
-    if config is None:
-        return kind(**overrides)
-    return msgspec.structs.replace(config, **overrides) if overrides else config
-
-
-def _with_defaults(config: RuntimeConfig, model: Model) -> RuntimeConfig:
-    if config.n_ctx is None:
-        return msgspec.structs.replace(config, n_ctx=min(model.n_ctx_train or DEFAULT_N_CTX, DEFAULT_N_CTX))
-    return config
 
 
 def _resolved(config: RuntimeConfig, context: Context) -> RuntimeConfig:

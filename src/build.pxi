@@ -48,6 +48,7 @@ def live_counts():
     lcs_live(&counts)
     return {
         "models": counts.models,
+        "headers": counts.headers,
         "contexts": counts.contexts,
         "samplers": counts.samplers,
         "adapters": counts.adapters,

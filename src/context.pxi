@@ -161,6 +161,74 @@ cdef class LogitsView:
 cdef object BLANK = object()  # what only this module can pass: make the object, and let the caller fill it
 
 
+cdef int fill_context_params(lcs_context_params* p, dict given) except -1:
+    """What a context is asked for; a parameter that is absent or None keeps its default."""
+    lcs_context_params_init(p)
+    p.type_k = LCS_TYPE_F16
+    p.type_v = LCS_TYPE_F16
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name == "n_ctx":
+            p.n_ctx = as_uint32(value, name)
+        elif name == "n_batch":
+            p.n_batch = as_uint32(value, name)
+        elif name == "n_ubatch":
+            p.n_ubatch = as_uint32(value, name)
+        elif name == "n_seq_max":
+            p.n_seq_max = as_uint32(value, name)
+        elif name == "n_rs_seq":
+            p.n_rs_seq = as_uint32(value, name)
+        elif name == "n_outputs_max":
+            p.n_outputs_max = as_uint32(value, name)
+        elif name == "yarn_orig_ctx":
+            p.yarn_orig_ctx = as_uint32(value, name)
+        elif name == "n_threads":
+            p.n_threads = as_int32(value, name)
+        elif name == "n_threads_batch":
+            p.n_threads_batch = as_int32(value, name)
+        elif name == "poll":
+            p.poll = as_int32(value, name)
+        elif name == "rope_freq_base":
+            p.rope_freq_base = as_float(value, name)
+        elif name == "rope_freq_scale":
+            p.rope_freq_scale = as_float(value, name)
+        elif name == "yarn_ext_factor":
+            p.yarn_ext_factor = as_float(value, name)
+        elif name == "yarn_attn_factor":
+            p.yarn_attn_factor = as_float(value, name)
+        elif name == "yarn_beta_fast":
+            p.yarn_beta_fast = as_float(value, name)
+        elif name == "yarn_beta_slow":
+            p.yarn_beta_slow = as_float(value, name)
+        elif name == "type_k":
+            p.type_k = as_choice(value, CACHE_TYPES, name)
+        elif name == "type_v":
+            p.type_v = as_choice(value, CACHE_TYPES, name)
+        elif name == "pooling":
+            p.pooling = as_choice(value, POOLING, name)
+        elif name == "attention":
+            p.attention = as_choice(value, ATTENTION, name)
+        elif name == "rope_scaling":
+            p.rope_scaling = as_choice(value, ROPE_SCALING, name)
+        elif name == "embeddings":
+            p.embeddings = value
+        elif name == "offload_kqv":
+            p.offload_kqv = value
+        elif name == "op_offload":
+            p.op_offload = value
+        elif name == "swa_full":
+            p.swa_full = value
+        elif name == "kv_unified":
+            p.kv_unified = value
+        elif name == "perf":
+            p.perf = value
+        elif name != "flash_attn":
+            raise TypeError(f"a context has no parameter {name}")
+    p.flash_attn = resolve_flash_attn(given.get("flash_attn", "auto"), p.type_k, p.type_v)
+    return 0
+
+
 @cython.final
 @cython.no_gc
 cdef class Context:
@@ -245,60 +313,18 @@ yarn_orig_ctx
         self._pid = getpid()
         self.model = model
         self._adapters = ()
-        lcs_context_params_init(&p)
-        if n_ctx is not None:
-            p.n_ctx = as_uint32(n_ctx, "n_ctx")
-        if n_batch is not None:
-            p.n_batch = as_uint32(n_batch, "n_batch")
-        if n_ubatch is not None:
-            p.n_ubatch = as_uint32(n_ubatch, "n_ubatch")
-        if n_seq_max is not None:
-            p.n_seq_max = as_uint32(n_seq_max, "n_seq_max")
-        if n_rs_seq is not None:
-            p.n_rs_seq = as_uint32(n_rs_seq, "n_rs_seq")
-        if n_outputs_max is not None:
-            p.n_outputs_max = as_uint32(n_outputs_max, "n_outputs_max")
-        if n_threads is not None:
-            p.n_threads = as_int32(n_threads, "n_threads")
-        if n_threads_batch is not None:
-            p.n_threads_batch = as_int32(n_threads_batch, "n_threads_batch")
-        if poll is not None:
-            p.poll = as_int32(poll, "poll")
-        p.type_k = LCS_TYPE_F16 if type_k is None else as_choice(type_k, CACHE_TYPES, "type_k")
-        p.type_v = LCS_TYPE_F16 if type_v is None else as_choice(type_v, CACHE_TYPES, "type_v")
-        p.flash_attn = resolve_flash_attn(flash_attn, p.type_k, p.type_v)
-        if pooling is not None:
-            p.pooling = as_choice(pooling, POOLING, "pooling")
-        if attention is not None:
-            p.attention = as_choice(attention, ATTENTION, "attention")
-        if rope_scaling is not None:
-            p.rope_scaling = as_choice(rope_scaling, ROPE_SCALING, "rope_scaling")
-        if rope_freq_base is not None:
-            p.rope_freq_base = as_float(rope_freq_base, "rope_freq_base")
-        if rope_freq_scale is not None:
-            p.rope_freq_scale = as_float(rope_freq_scale, "rope_freq_scale")
-        if yarn_ext_factor is not None:
-            p.yarn_ext_factor = as_float(yarn_ext_factor, "yarn_ext_factor")
-        if yarn_attn_factor is not None:
-            p.yarn_attn_factor = as_float(yarn_attn_factor, "yarn_attn_factor")
-        if yarn_beta_fast is not None:
-            p.yarn_beta_fast = as_float(yarn_beta_fast, "yarn_beta_fast")
-        if yarn_beta_slow is not None:
-            p.yarn_beta_slow = as_float(yarn_beta_slow, "yarn_beta_slow")
-        if yarn_orig_ctx is not None:
-            p.yarn_orig_ctx = as_uint32(yarn_orig_ctx, "yarn_orig_ctx")
-        if embeddings is not None:
-            p.embeddings = embeddings
-        if offload_kqv is not None:
-            p.offload_kqv = offload_kqv
-        if op_offload is not None:
-            p.op_offload = op_offload
-        if swa_full is not None:
-            p.swa_full = swa_full
-        if kv_unified is not None:
-            p.kv_unified = kv_unified
-        if perf is not None:
-            p.perf = perf
+        fill_context_params(
+            &p,
+            dict(
+                n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max, n_rs_seq=n_rs_seq,
+                n_outputs_max=n_outputs_max, n_threads=n_threads, n_threads_batch=n_threads_batch, poll=poll,
+                flash_attn=flash_attn, type_k=type_k, type_v=type_v, pooling=pooling, attention=attention,
+                rope_scaling=rope_scaling, rope_freq_base=rope_freq_base, rope_freq_scale=rope_freq_scale,
+                yarn_ext_factor=yarn_ext_factor, yarn_attn_factor=yarn_attn_factor, yarn_beta_fast=yarn_beta_fast,
+                yarn_beta_slow=yarn_beta_slow, yarn_orig_ctx=yarn_orig_ctx, embeddings=embeddings,
+                offload_kqv=offload_kqv, op_offload=op_offload, swa_full=swa_full, kv_unified=kv_unified, perf=perf,
+            ),
+        )
         sync_log_level()
         cdef lcs_model* owner = model.enter()
         try:
@@ -1069,17 +1095,13 @@ yarn_orig_ctx
     def memory_use(self):
         """Bytes by buffer type: ``{name: {"model", "context", "compute"}}``. "output" holds the rows of logits."""
         cdef lcs_memory_use entries[64]
-        cdef size_t i, n = 0
+        cdef size_t n = 0
         cdef lcs_context* ctx = self.enter()
         try:
             check(lcs_context_memory_use(ctx, entries, 64, &n))
         finally:
             self.leave()
-        return {
-            text_of(entries[i].name): {
-                "model": entries[i].model, "context": entries[i].context, "compute": entries[i].compute}
-            for i in range(n)
-        }
+        return uses_of(entries, n)
 
 
 cdef lcs_status each_row(

@@ -7,6 +7,8 @@ from libcpp cimport bool as c_bool
 cdef extern from "lcs.h" nogil:
     ctypedef struct lcs_model:
         pass
+    ctypedef struct lcs_header:
+        pass
     ctypedef struct lcs_context:
         pass
     ctypedef struct lcs_sampler:
@@ -76,6 +78,7 @@ cdef extern from "lcs.h" nogil:
 
     ctypedef struct lcs_live_counts:
         int64_t models
+        int64_t headers
         int64_t contexts
         int64_t samplers
         int64_t adapters
@@ -169,6 +172,44 @@ cdef extern from "lcs.h" nogil:
     const char* lcs_model_chat_template(const lcs_model* model, const char* name)
     int32_t lcs_model_meta_count(const lcs_model* model)
     lcs_status lcs_model_meta_at(const lcs_model* model, int32_t i, const char** key_out, const char** value_out)
+
+    # Headers
+
+    ctypedef struct lcs_header_info:
+        lcs_model_info model
+        const char* tokenizer
+        uint32_t version
+        int32_t n_parts
+        uint64_t n_file_bytes
+        uint64_t n_header_bytes
+        int32_t n_tensors
+        int32_t n_types
+        int32_t n_layer_all
+        int32_t n_expert
+        int32_t n_expert_used
+
+    ctypedef struct lcs_header_layer:
+        int32_t n_head
+        int32_t n_head_kv
+        uint32_t n_embd_k
+        uint32_t n_embd_v
+        uint32_t n_state
+        c_bool windowed
+        c_bool prediction
+
+    ctypedef struct lcs_header_type:
+        const char* name
+        int32_t n_tensors
+        uint64_t n_bytes
+
+    lcs_status lcs_header_read(const char* path, const lcs_model_params* params, lcs_header** header_out)
+    void lcs_header_free(lcs_header* header)
+    lcs_status lcs_header_get_info(const lcs_header* header, lcs_header_info* info_out)
+    const char* lcs_header_architecture(const lcs_header* header)
+    lcs_status lcs_header_layer_at(const lcs_header* header, int32_t i, lcs_header_layer* layer_out)
+    lcs_status lcs_header_type_at(const lcs_header* header, int32_t i, lcs_header_type* type_out)
+    int32_t lcs_header_meta_count(const lcs_header* header)
+    lcs_status lcs_header_meta_at(const lcs_header* header, int32_t i, const char** key_out, const char** value_out)
 
     # Vocabulary
 
@@ -354,6 +395,9 @@ cdef extern from "lcs.h" nogil:
 
     lcs_status lcs_context_memory_use(
         lcs_context* ctx, lcs_memory_use* entries, size_t capacity, size_t* n_out)
+    lcs_status lcs_header_measure(
+        lcs_header* header, const lcs_context_params* params, lcs_memory_use* entries, size_t capacity, size_t* n_out)
+    uint64_t lcs_available_memory()
 
     # Memory operations
 

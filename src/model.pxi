@@ -39,6 +39,53 @@ cdef bint ask_progress(float fraction, Progress* progress) noexcept:
 
 
 @cython.final
+cdef class _LoadParams:
+    """How a model is loaded, with the lists that the C parameters point to."""
+
+    cdef lcs_model_params params
+    cdef dict options  # those that change where and in which form weights lie, as resolved
+    cdef _CTexts _names
+    cdef object _shares
+
+    def __cinit__(self, dict given):
+        lcs_model_params_init(&self.params)
+        self.options = {}
+        for name, value in given.items():
+            if name == "n_gpu_layers":
+                self.params.n_gpu_layers = value = as_int32(value, name)
+            elif name == "main_gpu":
+                self.params.main_gpu = value = as_int32(value, name)
+            elif name == "split_mode":
+                self.params.split_mode = as_choice(value, SPLIT_MODES, name)
+            elif name == "devices":
+                if value is not None:
+                    self._names = _CTexts(value, name)
+                    self.params.devices = self._names.data
+                    self.params.n_devices = self._names.n
+                    value = tuple(value)
+            elif name == "tensor_split":
+                if value is not None:
+                    self._shares = float_row(value, name).copy()
+                    self.params.tensor_split = <const float*>data_of(self._shares)
+                    self.params.n_tensor_split = <size_t>len(self._shares)
+                    value = tuple(self._shares.tolist())
+            elif name == "use_mmap":
+                self.params.use_mmap = value = bool(value)
+            elif name == "use_mlock":
+                self.params.use_mlock = value = bool(value)
+            elif name == "check_tensors":
+                self.params.check_tensors = value = bool(value)
+            elif name == "use_extra_bufts":
+                self.params.use_extra_bufts = value = bool(value)
+            elif name == "load_mtp":
+                self.params.load_mtp = value
+                continue
+            else:
+                raise TypeError(f"a model has no parameter {name}")
+            self.options[name] = value
+
+
+@cython.final
 @cython.no_gc
 cdef class Model:
     """A model's weights and vocabulary. Any number of threads may use one at once.
@@ -101,40 +148,17 @@ cdef class Model:
         cdef lcs_model_params params
         cdef lcs_status st
         cdef Progress asked
-        cdef _CTexts names
         self._pid = getpid()
         self._path = file_path(path)
         cdef bytes raw = file_path_bytes(self._path)
         cdef const char* c_path = PyBytes_AS_STRING(raw)
-        lcs_model_params_init(&params)
-        params.n_gpu_layers = as_int32(n_gpu_layers, "n_gpu_layers")
-        params.split_mode = as_choice(split_mode, SPLIT_MODES, "split_mode")
-        params.main_gpu = as_int32(main_gpu, "main_gpu")
-        if devices is not None:
-            names = _CTexts(devices, "devices")
-            params.devices = names.data
-            params.n_devices = names.n
-        if tensor_split is not None:
-            shares = float_row(tensor_split, "tensor_split").copy()
-            params.tensor_split = <const float*>data_of(shares)
-            params.n_tensor_split = <size_t>len(shares)
-        params.use_mmap = use_mmap
-        params.use_mlock = use_mlock
-        params.check_tensors = check_tensors
-        params.use_extra_bufts = use_extra_bufts
+        cdef _LoadParams load = _LoadParams(dict(
+            n_gpu_layers=n_gpu_layers, devices=devices, split_mode=split_mode, main_gpu=main_gpu,
+            tensor_split=tensor_split, use_mmap=use_mmap, use_mlock=use_mlock, check_tensors=check_tensors,
+            use_extra_bufts=use_extra_bufts, load_mtp=load_mtp))
+        params = load.params
         params.vocab_only = vocab_only
-        params.load_mtp = load_mtp
-        self._load_options = {
-            "n_gpu_layers": params.n_gpu_layers,
-            "devices": None if devices is None else tuple(devices),
-            "split_mode": split_mode,
-            "main_gpu": params.main_gpu,
-            "tensor_split": None if tensor_split is None else tuple(shares.tolist()),
-            "use_mmap": bool(use_mmap),
-            "use_mlock": bool(use_mlock),
-            "use_extra_bufts": bool(use_extra_bufts),
-            "check_tensors": bool(check_tensors),
-        }
+        self._load_options = load.options
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         asked.callback = NULL if progress is None else <PyObject*>progress

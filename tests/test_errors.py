@@ -49,7 +49,7 @@ CONTRACT: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("InvalidArgumentError", ValueError, {"field": "n_ctx", "expected": 1, "actual": 0}),
     ("OutOfRangeError", IndexError, {"field": "row", "expected": 1, "actual": 7}),
     ("OutOfRangeError", ValueError, {}),
-    ("OutOfMemoryError", MemoryError, {}),
+    ("OutOfMemoryError", MemoryError, {"needed_bytes": 2, "available_bytes": 1}),
     ("InternalError", RuntimeError, {}),
     ("LoadCancelledError", OSError, {"path": "a.gguf", "reason": "stopped"}),
     ("StaleViewError", RuntimeError, {}),

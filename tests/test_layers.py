@@ -30,17 +30,21 @@ PURE = {
     "manifest": {"errors", "config", "reuse"},
     "report": {"manifest", "reuse"},
     "text": {"errors", "ledger", "reuse"},
-    "memory": {"errors", "config", "reuse", "models"},
+    "memory": {"errors", "config"},
     "assemble": {"errors", "ledger", "manifest"},
     "folders": {"errors", "assemble"},
+    "workspace": {"errors", "assemble", "folders"},
+    "history": {"errors", "files", "manifest", "models", "snapshot", "store", "workspace"},
     "profile": {"errors", "config", "files", "formats", "manifest"},
     "formats": {"errors"},
     "prompt": {"errors", "assemble", "ledger", "manifest"},
     "snapshot": {"errors", "config", "files", "answer", "manifest", "checkpoints", "ledger"},
     "store": {"errors", "files", "manifest", "ledger", "reuse", "snapshot"},
 }
-BELOW_RUNTIME = {*PURE, "_native"}
+BELOW_RUNTIME = {*PURE, "_native", "header", "machine"}
 LIVE = {
+    "machine": {"_native"},
+    "header": {"errors", "config", "reuse", "_native"},
     "sequence": BELOW_RUNTIME,
     "runtime": BELOW_RUNTIME | {"sequence", "session", "chat"},  # which it makes, and so imports then
     "holding": BELOW_RUNTIME | {"sequence"},
@@ -53,11 +57,27 @@ LIVE = {
     "chat": BELOW_RUNTIME | {"sequence", "runtime"},
     "demo": BELOW_RUNTIME | {"runtime", "session", "chat", "__init__"},
     "manager": BELOW_RUNTIME | {"runtime", "session", "branch", "chat"},
+    "conversation": BELOW_RUNTIME | {"sequence", "runtime", "session", "chat"},
+    "chat_cli": BELOW_RUNTIME | {"runtime", "demo", "conversation", "fit_cli", "terminal"},
+    "terminal": set(),
     "tuning": BELOW_RUNTIME,
+    "fit_cli": BELOW_RUNTIME | {"demo"},
     "profile_cli": BELOW_RUNTIME | {"runtime", "demo", "tuning"},
     "snapshot_cli": BELOW_RUNTIME | {"runtime", "demo"},
     "cli": BELOW_RUNTIME
-    | {"runtime", "session", "branch", "chat", "manager", "demo", "profile_cli", "snapshot_cli", "__init__"},
+    | {
+        "runtime",
+        "session",
+        "branch",
+        "chat",
+        "manager",
+        "demo",
+        "chat_cli",
+        "profile_cli",
+        "snapshot_cli",
+        "fit_cli",
+        "__init__",
+    },
     "__main__": {"__init__", "cli"},
 }
 ALLOWED = {**PURE, **LIVE}

@@ -73,7 +73,7 @@ static inline int32_t pos_max(lcs_context * ctx, int32_t seq_id) {
 static inline void check_nothing_alive(void) {
     lcs_live_counts live;
     lcs_live(&live);
-    CHECK(live.models == 0 && live.contexts == 0 && live.samplers == 0 && live.adapters == 0 &&
+    CHECK(live.models == 0 && live.headers == 0 && live.contexts == 0 && live.samplers == 0 && live.adapters == 0 &&
           live.chat_templates == 0 && live.strings == 0);
 }
 

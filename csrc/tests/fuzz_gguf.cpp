@@ -224,8 +224,27 @@ int in_child(const std::function<bool()> & body) {
     return status;
 }
 
+// A header that was let through is read, or refused by llama.cpp with a reason; what it would need can be asked.
+bool header_lives(const std::string & path) {
+    lcs_header *     header = nullptr;
+    const lcs_status status = lcs_header_read(path.c_str(), nullptr, &header);
+    if (status != LCS_STATUS_OK) {
+        return (status == LCS_STATUS_LOAD || status == LCS_STATUS_NOMEM) && header == nullptr;
+    }
+    lcs_context_params params;
+    lcs_context_params_init(&params);
+    lcs_memory_use uses[64];
+    size_t         n = 0;
+    lcs_header_measure(header, &params, uses, std::size(uses), &n);
+    lcs_header_free(header);
+    return true;
+}
+
 // A file that was let through is loaded, or refused by llama.cpp with a reason; one that loads can tokenise.
 bool lives(const std::string & path, bool vocab_only) {
+    if (!header_lives(path)) {
+        return false;
+    }
     lcs_model_params params;
     lcs_model_params_init(&params);
     params.vocab_only = vocab_only;

@@ -1,0 +1,128 @@
+"""Owns what the command line says of memory: the table of `fit`, and a model's line in `models`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import rich.table
+from rich.console import Console
+
+from llamacppshim.config import RuntimeConfig, with_n_ctx
+from llamacppshim.demo import say
+from llamacppshim.errors import LlamaCppShimError, ModelLoadError, UnsupportedFeatureError
+from llamacppshim.header import GgufHeader, read_gguf_header
+from llamacppshim.machine import machine_budget
+from llamacppshim.memory import FIT_TYPES, MemoryEstimate, estimate_memory, estimates_by_type, largest_context
+from llamacppshim.sources import FoundModel
+
+COLOURS = {"good": "green", "tight": "yellow", "none": "red"}
+FIRST_ROW = 2048
+
+
+def show(console: Console, header: GgufHeader, budget_bytes: int, config: RuntimeConfig | None = None) -> None:
+    """Prints contexts against types of the cache: what each needs, and whether it fits.
+
+    Raises UnsupportedFeatureError for a model that makes no text, ModelLoadError.
+    """
+    if not header.generates:
+        raise UnsupportedFeatureError(f"{header.path} makes embeddings, not text", feature="sessions")
+    asked = with_n_ctx(config or RuntimeConfig(), header.n_ctx_train)
+    estimate = estimate_memory(header, asked)
+    say(console, f"model    {_facts(header)}")
+    say(console, f"weights  {_mb(estimate.weights_bytes)}, of which {_mb(estimate.weights_mapped)} are mapped")
+    say(console, f"budget   {_mb(budget_bytes)}: what the machine has left, less a reserve")
+    say(console, f"n_ctx {asked.n_ctx:,}  {_parts(estimate)}")
+    console.print(_table(header, asked, budget_bytes))
+    largest = largest_context(header, asked, budget_bytes)
+    found = ", ".join(f"{n:,} with {name}" if n else f"none with {name}" for name, n in largest.items())
+    say(console, f"largest  {found} (trained for {header.n_ctx_train:,})")
+
+
+def verdicts(models: Iterable[FoundModel]) -> Iterator[tuple[FoundModel, str]]:
+    """Of each model of a list, in a few words: its architecture, its context, and whether that fits; or why not."""
+    budget_bytes = machine_budget()
+    known: dict[Path, str] = {}
+    for model in models:
+        if model.source is None:
+            yield model, model.reason
+            continue
+        path = model.source.path.resolve()  # several names may share a file
+        if path not in known:
+            try:
+                known[path] = _verdict(read_gguf_header(path), budget_bytes)
+            except ModelLoadError as error:
+                known[path] = error.reason
+            except LlamaCppShimError as error:
+                known[path] = str(error)
+        yield model, known[path]
+
+
+def _verdict(header: GgufHeader, budget_bytes: int) -> str:
+    if not header.generates:
+        return f"{header.architecture}, embeddings only"
+    estimate = estimate_memory(header)
+    fits = {"good": "fits", "tight": "fits tightly", "none": "does not fit"}[estimate.fits(budget_bytes).verdict]
+    return (
+        f"{header.architecture}, context {header.n_ctx_train:,}, {fits}: {_mb(estimate.total_bytes)} "
+        f"with n_ctx {estimate.config.n_ctx:,}"
+    )
+
+
+def _table(header: GgufHeader, config: RuntimeConfig, budget_bytes: int) -> rich.table.Table:
+    table = rich.table.Table(box=None, pad_edge=False)
+    table.add_column("n_ctx", justify="right")
+    for name in FIT_TYPES:
+        table.add_column(f"{name} cache", justify="right")
+    for n_ctx in _rows(header.n_ctx_train, config.n_ctx or FIRST_ROW):
+        cells = [f"{n_ctx:,}"]
+        for one in estimates_by_type(header, msgspec.structs.replace(config, n_ctx=n_ctx), FIT_TYPES).values():
+            if one is None:
+                cells.append("-")
+                continue
+            verdict = one.fits(budget_bytes).verdict
+            cells.append(f"[{COLOURS[verdict]}]{_mb(one.total_bytes)} {verdict:<5}[/]")
+        table.add_row(*cells)
+    return table
+
+
+def _rows(n_ctx_train: int, asked: int) -> Sequence[int]:
+    most = max(n_ctx_train, asked)
+    rows = {asked, n_ctx_train}
+    n = FIRST_ROW
+    while n < most:
+        rows.add(n)
+        n *= 2
+    return sorted(n for n in rows if n > 0)
+
+
+def _facts(header: GgufHeader) -> str:
+    kinds = {
+        "attention": "full attention",
+        "swa": f"sliding window of {header.n_swa:,}",
+        "recurrent": "recurrent",
+        "hybrid": "recurrent and attention layers",
+    }
+    types = ", ".join(
+        f"{_mb(one.n_bytes)} {name}" for name, one in sorted(header.tensors.items(), key=lambda item: -item[1].n_bytes)
+    )
+    return f"{header.architecture}, {header.n_layer} layers, {kinds[header.memory_kind]}, {types}"
+
+
+def _parts(estimate: MemoryEstimate) -> str:
+    parts = {
+        "cache": estimate.kv,
+        "recurrent state": estimate.recurrent,
+        "compute": estimate.compute + estimate.work,
+        "logits": estimate.outputs,
+        "tables": estimate.tables,
+        "adapters": estimate.adapters,
+        "checkpoints, at most": estimate.checkpoints,
+        "a snapshot, while it is taken": estimate.snapshot,
+    }
+    return ", ".join(f"{name} {_mb(n)}" for name, n in parts.items() if n)
+
+
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.0f} MB"

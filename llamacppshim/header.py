@@ -1,0 +1,126 @@
+"""Owns what is known of a model without loading it: the header of its GGUF file, and what contexts of it would need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from llamacppshim._native import read_header
+from llamacppshim.config import CONTEXT_FIELDS, LOAD_FIELDS, RuntimeConfig
+from llamacppshim.errors import LlamaCppShimError
+from llamacppshim.reuse import MemoryKind
+
+Use = dict[str, dict[str, int]]  # as Context.memory_use()
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """What one layer keeps of each token, or of each sequence.
+
+    Attributes
+    ----------
+    n_embd_k, n_embd_v
+        Numbers of K and of V in one cell of its cache; 0: none.
+    n_state
+        Numbers (f32) of recurrent state a sequence; 0: none.
+    windowed
+        It keeps a sliding window of cells only.
+    prediction
+        It is one of multi-token prediction, which `Model` loads only when asked to.
+    """
+
+    n_head: int
+    n_head_kv: int
+    n_embd_k: int
+    n_embd_v: int
+    n_state: int
+    windowed: bool
+    prediction: bool
+
+
+class TensorType(msgspec.Struct, frozen=True):
+    """How many tensors of a type a file has, and their bytes."""
+
+    n_tensors: int
+    n_bytes: int
+
+
+class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a GGUF file says of its model. A value: the file is not held open.
+
+    Attributes
+    ----------
+    tokenizer, vocab_type
+        As the file calls it (``gpt2``), and what that is (``bpe``).
+    n_parts, n_file_bytes, n_header_bytes
+        Of a split model, all files; the header is the first's.
+    n_bytes
+        Of all tensors; ``tensors`` has them by type.
+    n_swa
+        The window of the windowed layers, in tokens; 0: none.
+    n_layer, n_layer_nextn
+        Layers of the model, and those of multi-token prediction behind them; ``layers`` lists all.
+    generates
+        Whether sessions can run it: it makes text, with a decoder alone.
+    metadata
+        Every scalar of the file, as text.
+    """
+
+    path: str
+    architecture: str
+    tokenizer: str
+    vocab_type: str
+    version: int
+    n_parts: int
+    n_file_bytes: int
+    n_header_bytes: int
+    n_params: int
+    n_bytes: int
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_embd_out: int
+    n_layer: int
+    n_layer_nextn: int
+    n_head: int
+    n_head_kv: int
+    n_swa: int
+    n_expert: int
+    n_expert_used: int
+    memory_kind: MemoryKind | str
+    generates: bool
+    layers: tuple[Layer, ...]
+    tensors: dict[str, TensorType]
+    metadata: dict[str, str]
+
+    @property
+    def window_pattern(self) -> tuple[bool, ...]:
+        """Of each layer of the model, whether it keeps a window only."""
+        return tuple(layer.windowed for layer in self.layers if not layer.prediction)
+
+    def measure(self, configs: Sequence[RuntimeConfig], *, load_mtp: bool = False) -> list[Use | LlamaCppShimError]:
+        """What ``memory_use()`` of a context with each configuration would be: llama.cpp's word, without the memory.
+
+        The weights are where the first configuration puts them. An error is what making the context would raise.
+
+        Raises ModelLoadError if the file is not what it was, and what `read_gguf_header` raises.
+        """
+        load = {name: getattr(configs[0], name) for name in LOAD_FIELDS} if configs else {}
+        contexts = [{name: getattr(config, name) for name in CONTEXT_FIELDS} for config in configs]
+        _, uses = read_header(self.path, contexts, {**load, "load_mtp": load_mtp})
+        return uses
+
+
+def read_gguf_header(path: str | bytes | os.PathLike[str]) -> GgufHeader:
+    """Read and check the header of a GGUF file; of a split model those of all parts, the first is given.
+
+    No weight is read: some 7 ms with a vocabulary of 50,000 tokens, 16 ms with 260,000. The check is the one that a
+    load begins with.
+
+    Raises
+    ------
+    ModelLoadError  the file is missing, short, foreign, damaged, or of an architecture that llama.cpp does not know
+    """
+    facts, _ = read_header(path)
+    return msgspec.convert({"path": os.fsdecode(path), **facts}, GgufHeader)

@@ -1,0 +1,189 @@
+"""Headers without their models. Oracles: the loaded model, the numbers of tests/tiny.py, the same refusals."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from conftest import RunChild
+
+from llamacppshim import GgufHeader, Model, ModelLoadError, RuntimeConfig, read_gguf_header
+
+SHARED = (
+    *("architecture", "n_params", "n_bytes", "n_vocab", "n_ctx_train", "n_embd", "n_embd_out", "n_layer"),
+    *("n_head", "n_head_kv", "n_swa", "memory_kind", "metadata"),
+)
+
+
+def check_against(header: GgufHeader, model: Model) -> None:
+    for name in SHARED:
+        assert getattr(header, name) == getattr(model, name), name
+    assert sum(one.n_bytes for one in header.tensors.values()) == model.n_bytes
+    assert len(header.window_pattern) == model.n_layer
+    assert any(header.window_pattern) == (model.n_swa > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "vocab_type"),
+    [
+        *[("tiny-llama", "gpt2", "bpe"), ("tiny-spm", "llama", "spm"), ("tiny-swa", "llama", "spm")],
+        *[("tiny-mamba", "gpt2", "bpe"), ("tiny-hybrid", "gpt2", "bpe"), ("tiny-bert", "bert", "wpm")],
+        ("tiny-split-00001-of-00002", "gpt2", "bpe"),
+    ],
+)
+def test_a_header_says_what_the_loaded_model_says(
+    loaded: dict[str, Model], tiny_models: dict[str, Path], name: str, tokenizer: str, vocab_type: str
+) -> None:
+    header = read_gguf_header(tiny_models[name])
+    check_against(header, loaded[name])
+    assert (header.tokenizer, header.vocab_type) == (tokenizer, vocab_type)
+    assert header.generates == (name != "tiny-bert")
+    assert header.path == os.fspath(tiny_models[name])
+    files = sorted(tiny_models[name].parent.glob("tiny-split-*.gguf")) if "split" in name else [tiny_models[name]]
+    assert header.n_parts == len(files)
+    assert header.n_file_bytes == sum(file.stat().st_size for file in files)
+
+
+def test_the_real_models_have_the_facts_of_their_cards(smollm2: Path, gemma3: Path) -> None:
+    small, windowed = read_gguf_header(smollm2), read_gguf_header(gemma3)
+    assert (small.architecture, small.n_layer, small.n_head, small.n_head_kv) == ("llama", 30, 9, 3)
+    assert (small.memory_kind, small.tokenizer, small.n_vocab, small.n_ctx_train) == ("attention", "gpt2", 49152, 8192)
+    assert set(small.tensors) == {"f32", "q4_1", "q8_0"}
+    assert (windowed.architecture, windowed.n_swa, windowed.n_vocab) == ("gemma3", 512, 262144)
+    assert windowed.n_ctx_train == 32768
+    # Five layers with a window, then one without.
+    assert windowed.window_pattern == tuple(i % 6 != 5 for i in range(18))
+
+
+def test_layers_say_what_they_keep(tiny_models: dict[str, Path]) -> None:
+    hybrid = read_gguf_header(tiny_models["tiny-hybrid"])
+    assert [layer.n_embd_k for layer in hybrid.layers] == [0, 0, 64, 0, 64]
+    assert [layer.n_state > 0 for layer in hybrid.layers] == [True, True, False, True, False]
+    mamba = read_gguf_header(tiny_models["tiny-mamba"])
+    assert all(layer.n_state and not layer.n_embd_k for layer in mamba.layers)
+
+
+def test_a_header_is_a_value(tiny_llama: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.bin"
+    copy.write_bytes(tiny_llama.read_bytes())
+    header = read_gguf_header(copy)
+    copy.unlink()  # it holds nothing open
+    assert header.n_layer == 3
+    with pytest.raises(AttributeError):
+        header.n_layer = 4  # type: ignore[misc]
+    with pytest.raises(ModelLoadError, match="no such file"):
+        header.measure([RuntimeConfig(n_ctx=256)])
+
+
+def test_what_is_no_model_is_refused_as_by_a_load(tiny_llama: Path, tmp_path: Path) -> None:
+    whole = tiny_llama.read_bytes()
+    damaged = tmp_path / "damaged.gguf"
+    for content in (b"", b"GGUF", b"PK\3\4" + bytes(60), whole[:1000], whole[:-1], whole.replace(b"blk.1", b"blk.0")):
+        damaged.write_bytes(content)
+        with pytest.raises(ModelLoadError) as alone:
+            read_gguf_header(damaged)
+        with pytest.raises(ModelLoadError) as by_load:
+            Model(damaged)
+        assert str(alone.value) == str(by_load.value)
+    for path in (tmp_path, tmp_path / "absent", Path("/dev/zero")):
+        with pytest.raises(ModelLoadError):
+            read_gguf_header(path)
+    for wrong in (None, 3, "a\0b"):
+        with pytest.raises((TypeError, ModelLoadError)):
+            read_gguf_header(wrong)  # type: ignore[arg-type]
+
+
+def small_model(path: Path) -> Path:
+    """A Llama of one layer whose whole file is 40 KB."""
+    writer = gguf.GGUFWriter(path, "llama")
+    n_embd, n_ff, n_vocab = 32, 32, 260
+    for name, value in (("context_length", 256), ("embedding_length", n_embd), ("block_count", 1)):
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_sliding_window(64)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{i}" for i in range(n_vocab)])
+    writer.add_token_merges(["t 1", "t 2"])
+    tensors = {
+        "token_embd.weight": (n_vocab, n_embd),
+        "output_norm.weight": (n_embd,),
+        **{f"blk.0.{name}_norm.weight": (n_embd,) for name in ("attn", "ffn")},
+        **{
+            f"blk.0.{name}.weight": (n_embd, n_embd)
+            for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        },
+        **{f"blk.0.{name}.weight": (n_embd // 2, n_embd) for name in ("attn_k", "attn_v")},
+    }
+    for name, shape in tensors.items():
+        writer.add_tensor(name, np.zeros(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def mutated(whole: bytes, n_header: int, draw: random.Random) -> bytes:
+    data = bytearray(whole)
+    for _ in range(draw.randint(1, 3)):
+        at = draw.randrange(n_header)
+        kind = draw.randrange(5)
+        if kind == 0:
+            data[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            value = draw.choice([0, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1])
+            data[at : at + 8] = struct.pack("<Q", value)
+        elif kind == 2:
+            data[at : at + 4] = struct.pack("<I", draw.choice([0, 1, 3, 6, 8, 9, 12, 13, 64, 512, 513, 2**32 - 1]))
+        elif kind == 3:
+            start, n = draw.randrange(n_header), draw.randint(1, 60)
+            data[at : at + n] = data[start : start + n]
+        else:
+            del data[draw.randrange(len(data)) :]
+            n_header = min(n_header, len(data))
+        if not data:
+            break
+        n_header = min(n_header, len(data))
+    return bytes(data)
+
+
+def test_thousands_of_damaged_headers_are_an_error_or_an_answer(run_child: RunChild, tmp_path: Path) -> None:
+    whole = small_model(tmp_path / "small.gguf")
+    header = read_gguf_header(whole)
+    assert header.window_pattern == (False,)
+    run_child(
+        f"""
+        import random, resource, sys
+        sys.path.insert(0, {os.fspath(Path(__file__).parent)!r})
+        from pathlib import Path
+        from test_header import mutated
+        from llamacppshim.header import read_gguf_header
+        from llamacppshim.memory import estimate_memory
+        whole = Path({os.fspath(whole)!r}).read_bytes()
+        file = Path("damaged.gguf")
+        draw, answers = random.Random(6), 0
+        for i in range(3000):
+            file.write_bytes(mutated(whole, {header.n_header_bytes}, draw))
+            began = time.monotonic()
+            try:
+                header = read_gguf_header(file)
+                answers += 1
+                assert header.n_bytes <= len(whole) and len(header.layers) <= 512
+                estimate_memory(header, n_ctx=256)
+            except LlamaCppShimError as error:
+                assert "\\n" not in str(error)
+            assert time.monotonic() - began < 30, i
+        assert 30 < answers < 2900, answers
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1 << 20  # KiB
+        assert live_counts()["headers"] == 0
+        """
+    )
