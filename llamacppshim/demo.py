@@ -41,6 +41,7 @@ from llamacppshim import (
 )
 from llamacppshim.errors import InternalError, InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.folders import GENERATED
+from llamacppshim.header import header_of
 from llamacppshim.sources import resolve_model
 
 SCHEMA_VERSION = 1
@@ -380,6 +381,8 @@ def model_file(console: Console, name: str) -> Path:
         source = resolve_model(name, progress=update)
     for note in source.notes:
         say(console, f"note    {note}", style="dim")
+    if source.origin == "ollama":
+        header_of(source)  # says what a load would not: that the file may be one for Ollama's own engine
     return source.path
 
 

@@ -293,7 +293,7 @@ def error_for(
     """The exception for a failure of the shim: its class by status, its text from the message and the log line."""
     cls = BY_STATUS.get(status, InternalError)
     reason = message or status
-    if log and log not in reason:
+    if log and log not in reason and reason not in log:
         reason = f"{reason} (llama.cpp: {log})"
     error: LlamaCppShimError
     if issubclass(cls, ModelLoadError):

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 
 import msgspec
 import rich.table
 from rich.console import Console
 
+from llamacppshim._native import build_info
 from llamacppshim.config import RuntimeConfig, with_n_ctx
 from llamacppshim.demo import say
 from llamacppshim.errors import LlamaCppShimError, ModelLoadError, UnsupportedFeatureError
-from llamacppshim.header import GgufHeader, read_gguf_header
+from llamacppshim.facts import FileFacts
+from llamacppshim.header import GgufHeader, header_of
 from llamacppshim.machine import machine_budget
-from llamacppshim.memory import FIT_TYPES, MemoryEstimate, estimate_memory, estimates_by_type, largest_context
-from llamacppshim.sources import FoundModel
+from llamacppshim.memory import (
+    FIT_TYPES,
+    MemoryEstimate,
+    estimate_memory,
+    estimates_by_type,
+    judge_fit,
+    largest_context,
+)
+from llamacppshim.sources import FoundModel, ModelSource
 
 COLOURS = {"good": "green", "tight": "yellow", "none": "red"}
 FIRST_ROW = 2048
@@ -40,34 +49,61 @@ def show(console: Console, header: GgufHeader, budget_bytes: int, config: Runtim
     say(console, f"largest  {found} (trained for {header.n_ctx_train:,})")
 
 
+class _Summary(msgspec.Struct, frozen=True, array_like=True):
+    """What `models` says of a file. ``build`` is whose words these are: another one may need another amount."""
+
+    build: str
+    architecture: str
+    n_ctx_train: int
+    n_ctx: int  # by default; 0: it makes no text
+    total_bytes: int  # with that
+
+    def verdict(self, budget_bytes: int) -> str:
+        if self.n_ctx == 0:
+            return f"{self.architecture}, makes embeddings, not text"
+        fits = {"good": "fits", "tight": "fits tightly", "none": "does not fit"}
+        verdict = fits[judge_fit(self.total_bytes, budget_bytes).verdict]
+        need = f"{_mb(self.total_bytes)} with n_ctx {self.n_ctx:,}"
+        return f"{self.architecture}, context {self.n_ctx_train:,}, {verdict}: {need}"
+
+
 def verdicts(models: Iterable[FoundModel]) -> Iterator[tuple[FoundModel, str]]:
     """Of each model of a list, in a few words: its architecture, its context, and whether that fits; or why not."""
     budget_bytes = machine_budget()
-    known: dict[Path, str] = {}
+    info = build_info()
+    build = f"{info['version']} {info['pin']} {' '.join(info['cpu_found'])}"
+
+    def is_summary(text: str) -> bool:
+        try:
+            return msgspec.json.decode(text, type=_Summary).build == build
+        except msgspec.DecodeError:
+            return False
+
+    facts = FileFacts("models", is_summary)
     for model in models:
         if model.source is None:
             yield model, model.reason
             continue
         path = model.source.path.resolve()  # several names may share a file
-        if path not in known:
-            try:
-                known[path] = _verdict(read_gguf_header(path), budget_bytes)
-            except ModelLoadError as error:
-                known[path] = error.reason
-            except LlamaCppShimError as error:
-                known[path] = str(error)
-        yield model, known[path]
+        try:
+            text = facts.learn(path, partial(_summary, model.source, build))
+        except ModelLoadError as error:
+            yield model, error.reason
+        except LlamaCppShimError as error:
+            yield model, str(error)
+        else:
+            yield model, msgspec.json.decode(text, type=_Summary).verdict(budget_bytes)
+    facts.save()
 
 
-def _verdict(header: GgufHeader, budget_bytes: int) -> str:
-    if not header.generates:
-        return f"{header.architecture}, embeddings only"
-    estimate = estimate_memory(header)
-    fits = {"good": "fits", "tight": "fits tightly", "none": "does not fit"}[estimate.fits(budget_bytes).verdict]
-    return (
-        f"{header.architecture}, context {header.n_ctx_train:,}, {fits}: {_mb(estimate.total_bytes)} "
-        f"with n_ctx {estimate.config.n_ctx:,}"
-    )
+def _summary(source: ModelSource, build: str) -> str:
+    header = header_of(source)
+    n_ctx, total_bytes = 0, 0
+    if header.generates:
+        estimate = estimate_memory(header)
+        n_ctx, total_bytes = estimate.config.n_ctx or 0, estimate.total_bytes
+    summary = _Summary(build, header.architecture, header.n_ctx_train, n_ctx, total_bytes)
+    return msgspec.json.encode(summary).decode()
 
 
 def _table(header: GgufHeader, config: RuntimeConfig, budget_bytes: int) -> rich.table.Table:

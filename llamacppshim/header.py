@@ -9,8 +9,12 @@ import msgspec
 
 from llamacppshim._native import read_header
 from llamacppshim.config import CONTEXT_FIELDS, LOAD_FIELDS, RuntimeConfig
-from llamacppshim.errors import LlamaCppShimError
+from llamacppshim.errors import LlamaCppShimError, ModelLoadError
 from llamacppshim.reuse import MemoryKind
+from llamacppshim.sources import ModelSource
+
+# Architectures under names of its own, and vision parts in the same file.
+_OLLAMA_LAYOUTS = ("unknown model architecture", "wrong number of tensors", "not found")
 
 Use = dict[str, dict[str, int]]  # as Context.memory_use()
 
@@ -124,3 +128,17 @@ def read_gguf_header(path: str | bytes | os.PathLike[str]) -> GgufHeader:
     """
     facts, _ = read_header(path)
     return msgspec.convert({"path": os.fsdecode(path), **facts}, GgufHeader)
+
+
+def header_of(source: ModelSource) -> GgufHeader:
+    """`read_gguf_header` of a source. Of a file from Ollama, which has an engine and layouts of its own, a refusal says
+    so where that may be why.
+    """
+    try:
+        return read_gguf_header(source.path)
+    except ModelLoadError as error:
+        reason = error.reason
+        if source.origin != "ollama" or not any(words in reason for words in _OLLAMA_LAYOUTS):
+            raise
+        reason = f"llama.cpp cannot read it, perhaps only Ollama's own engine can: {reason}"
+        raise ModelLoadError(f"{source.path}: {reason}", path=os.fspath(source.path), reason=reason) from None

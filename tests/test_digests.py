@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llamacppshim.digests import MAX_ENTRIES, known_digest
+from llamacppshim.digests import known_digest
+from llamacppshim.facts import MAX_ENTRIES
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from conftest import RunChild
 
-from llamacppshim import GgufHeader, Model, ModelLoadError, RuntimeConfig, read_gguf_header
+from llamacppshim import GgufHeader, Model, ModelLoadError, ModelSource, RuntimeConfig, read_gguf_header
+from llamacppshim.header import header_of
 
 SHARED = (
     *("architecture", "n_params", "n_bytes", "n_vocab", "n_ctx_train", "n_embd", "n_embd_out", "n_layer"),
@@ -96,6 +97,26 @@ def test_what_is_no_model_is_refused_as_by_a_load(tiny_llama: Path, tmp_path: Pa
     for wrong in (None, 3, "a\0b"):
         with pytest.raises((TypeError, ModelLoadError)):
             read_gguf_header(wrong)  # type: ignore[arg-type]
+
+
+def test_a_layout_of_ollama_s_own_engine_is_called_so(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    blob = tmp_path / "sha256-0"
+    whole = tiny_models["tiny-llama"].read_bytes()
+    for content, words in (
+        (whole.replace(b"\5\0\0\0\0\0\0\0llama\x0c", b"\5\0\0\0\0\0\0\0mlama\x0c"), "unknown model architecture"),
+        (whole.replace(b"blk.2.ffn_down.weight", b"v.2.1.ffn_down.weight"), "not found"),
+    ):
+        assert content != whole
+        blob.write_bytes(content)
+        with pytest.raises(ModelLoadError, match=f"only Ollama's own engine can: .*{words}"):
+            header_of(ModelSource(blob, None, "ollama"))
+        with pytest.raises(ModelLoadError) as plain:
+            header_of(ModelSource(blob, None, "path"))
+        assert words in str(plain.value) and "Ollama" not in str(plain.value)
+    blob.write_bytes(whole[:50])
+    with pytest.raises(ModelLoadError) as damaged:
+        header_of(ModelSource(blob, None, "ollama"))
+    assert "Ollama" not in str(damaged.value)
 
 
 def small_model(path: Path) -> Path:

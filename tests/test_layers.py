@@ -25,7 +25,8 @@ PURE = {
     "reuse": {"errors", "ledger"},
     "files": set(),
     "models": {"errors", "files"},
-    "digests": {"files", "manifest", "models"},
+    "facts": {"files", "models"},
+    "digests": {"facts", "files", "manifest"},
     "sources": {"errors", "files", "models"},
     "manifest": {"errors", "config", "reuse"},
     "report": {"manifest", "reuse"},
@@ -44,7 +45,7 @@ PURE = {
 BELOW_RUNTIME = {*PURE, "_native", "header", "machine"}
 LIVE = {
     "machine": {"_native"},
-    "header": {"errors", "config", "reuse", "_native"},
+    "header": {"errors", "config", "reuse", "sources", "_native"},
     "sequence": BELOW_RUNTIME,
     "runtime": BELOW_RUNTIME | {"sequence", "session", "chat"},  # which it makes, and so imports then
     "holding": BELOW_RUNTIME | {"sequence"},

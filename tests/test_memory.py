@@ -17,16 +17,19 @@ from conftest import RunChild
 from llamacppshim import (
     Context,
     Fit,
+    FoundModel,
     GgufHeader,
     InvalidArgumentError,
     MemoryEstimate,
     Model,
+    ModelSource,
     OutOfMemoryError,
     OutOfRangeError,
     Runtime,
     RuntimeConfig,
     UnsupportedFeatureError,
     estimate_memory,
+    fit_cli,
     largest_context,
     live_counts,
     machine_budget,
@@ -35,6 +38,7 @@ from llamacppshim import (
 from llamacppshim import runtime as runtime_module
 from llamacppshim._native import available_memory
 from llamacppshim.config import CONTEXT_FIELDS
+from llamacppshim.header import header_of
 from llamacppshim.memory import judge_fit
 
 GENERATING = ("tiny-llama", "tiny-spm", "tiny-swa", "tiny-mamba", "tiny-hybrid")
@@ -371,3 +375,38 @@ def test_fit_says_in_a_line_what_is_wrong(tiny_models: dict[str, Path], argument
 def test_an_estimate_can_be_kept_as_it_is(tiny_llama: Path) -> None:
     estimate = estimate_memory(read_gguf_header(tiny_llama), n_ctx=256)
     assert msgspec.json.decode(msgspec.json.encode(estimate), type=MemoryEstimate) == estimate
+
+
+def test_the_list_of_models_says_which_fit_and_reads_a_header_once(
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMACPPSHIM_CACHE", str(tmp_path / "cache"))
+    model, damaged = tmp_path / "model.gguf", tmp_path / "damaged.gguf"
+    model.write_bytes(tiny_models["tiny-llama"].read_bytes())
+    damaged.write_bytes(b"GGUF")
+    found = [
+        FoundModel("a", ModelSource(model, None, "path")),
+        FoundModel("b", ModelSource(tiny_models["tiny-bert"], None, "path")),
+        FoundModel("c", ModelSource(damaged, None, "path")),
+        FoundModel("d", None, reason="no such blob"),
+        FoundModel("e", ModelSource(model, None, "path")),
+    ]
+    total = estimate_memory(read_gguf_header(model)).total_bytes
+    reads: list[Path] = []
+
+    def counted(source: ModelSource) -> GgufHeader:
+        reads.append(source.path)
+        return header_of(source)
+
+    monkeypatch.setattr(fit_cli, "header_of", counted)
+    for budget, word in ((2 * total, "fits"), (int(total / 0.9), "fits tightly"), (total, "does not fit")):
+        monkeypatch.setattr(fit_cli, "machine_budget", lambda budget=budget: budget)
+        reads.clear()
+        texts = [text for _, text in fit_cli.verdicts(found)]
+        line = f"llama, context 8,192, {word}: {total / 1e6:,.0f} MB with n_ctx 8,192"
+        bert = "bert, makes embeddings, not text"
+        assert texts == [line, bert, "truncated: the version needs 4 bytes, 0 are left", "no such blob", line]
+        # What is kept is the need; what the machine has is looked at again. A refusal may be over by the next time.
+        assert len(reads) == (3 if budget == 2 * total else 1)
+    model.write_bytes(tiny_models["tiny-mamba"].read_bytes())
+    assert next(iter(fit_cli.verdicts(found)))[1].startswith("mamba, ")
