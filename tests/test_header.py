@@ -119,38 +119,61 @@ def test_a_layout_of_ollama_s_own_engine_is_called_so(tiny_models: dict[str, Pat
     assert "Ollama" not in str(damaged.value)
 
 
-def small_model(path: Path) -> Path:
-    """A Llama of one layer whose whole file is 40 KB."""
-    writer = gguf.GGUFWriter(path, "llama")
-    n_embd, n_ff, n_vocab = 32, 32, 260
-    for name, value in (("context_length", 256), ("embedding_length", n_embd), ("block_count", 1)):
-        writer.add_uint32(f"llama.{name}", value)
-    writer.add_feed_forward_length(n_ff)
+N_EMBD, N_FF, N_VOCAB = 32, 32, 260  # of the small models: heads of 16, no whole block of a quantised cache
+
+
+def small_layer(i: int) -> dict[str, tuple[int, ...]]:
+    return {
+        **{f"blk.{i}.{name}_norm.weight": (N_EMBD,) for name in ("attn", "ffn")},
+        **{f"blk.{i}.{name}.weight": (N_EMBD, N_EMBD) for name in ("attn_q", "attn_output")},
+        **{f"blk.{i}.{name}.weight": (N_EMBD // 2, N_EMBD) for name in ("attn_k", "attn_v")},
+        **{f"blk.{i}.ffn_{name}.weight": (N_FF, N_EMBD) for name in ("gate", "up", "down")},
+    }
+
+
+def small_gguf(path: Path, arch: str, keys: dict[str, int], tensors: dict[str, tuple[int, ...]]) -> Path:
+    """A model of a few layers whose whole file is some 40 KB."""
+    writer = gguf.GGUFWriter(path, arch)
+    for name, value in {"context_length": 256, "embedding_length": N_EMBD, **keys}.items():
+        writer.add_uint32(f"{arch}.{name}", value)
+    writer.add_feed_forward_length(N_FF)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_sliding_window(64)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"t{i}" for i in range(n_vocab)])
+    writer.add_token_list([f"t{i}" for i in range(N_VOCAB)])
     writer.add_token_merges(["t 1", "t 2"])
-    tensors = {
-        "token_embd.weight": (n_vocab, n_embd),
-        "output_norm.weight": (n_embd,),
-        **{f"blk.0.{name}_norm.weight": (n_embd,) for name in ("attn", "ffn")},
-        **{
-            f"blk.0.{name}.weight": (n_embd, n_embd)
-            for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-        },
-        **{f"blk.0.{name}.weight": (n_embd // 2, n_embd) for name in ("attn_k", "attn_v")},
-    }
-    for name, shape in tensors.items():
+    for name, shape in {"token_embd.weight": (N_VOCAB, N_EMBD), "output_norm.weight": (N_EMBD,), **tensors}.items():
         writer.add_tensor(name, np.zeros(shape, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def small_model(path: Path) -> Path:
+    return small_gguf(path, "llama", {"block_count": 1, "attention.sliding_window": 64}, small_layer(0))
+
+
+def predicting_model(path: Path) -> Path:
+    """One layer, and one of multi-token prediction behind it."""
+    keys = {"block_count": 2, "nextn_predict_layers": 1, "leading_dense_block_count": 2, "expert_count": 2}
+    keys |= {"expert_used_count": 1, "expert_feed_forward_length": 32, "expert_shared_count": 0}
+    tensors = {}
+    for i in range(2):
+        tensors |= {name.replace("ffn_norm", "post_attention_norm"): n for name, n in small_layer(i).items()}
+    tensors |= {f"blk.1.nextn.{name}.weight": (N_EMBD,) for name in ("enorm", "hnorm")}
+    return small_gguf(path, "glm4moe", keys, {**tensors, "blk.1.nextn.eh_proj.weight": (N_EMBD, 2 * N_EMBD)})
+
+
+def test_layers_of_prediction_are_told_apart(tmp_path: Path) -> None:
+    header = read_gguf_header(predicting_model(tmp_path / "predicting.gguf"))
+    assert (header.n_layer, header.n_layer_nextn, header.n_expert, header.n_expert_used) == (1, 1, 2, 1)
+    assert [layer.prediction for layer in header.layers] == [False, True]
+    assert [layer.n_embd_k for layer in header.layers] == [16, 16]
+    assert header.window_pattern == (False,)
 
 
 def mutated(whole: bytes, n_header: int, draw: random.Random) -> bytes:

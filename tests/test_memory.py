@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from conftest import RunChild
+from test_header import N_EMBD, predicting_model, small_layer, small_model
 
 from llamacppshim import (
     Context,
@@ -159,6 +161,20 @@ def test_the_parts_follow_from_the_shapes(tiny_models: dict[str, Path]) -> None:
     assert estimate_memory(hybrid, n_ctx=512, n_seq_max=2).recurrent == 2 * states
 
 
+def test_prediction_counts_where_it_is_asked_for(tiny_llama: Path, tmp_path: Path) -> None:
+    path = predicting_model(tmp_path / "predicting.gguf")
+    header, config = read_gguf_header(path), RuntimeConfig(n_ctx=256, use_mmap=False)
+    without, with_it = estimate_memory(header, config), estimate_memory(header, config, prediction=True)
+    for estimate, load_mtp in ((without, False), (with_it, True)):
+        with Model(path, use_mmap=False, load_mtp=load_mtp) as model:
+            assert estimate.weights_bytes == total(reported(model, config), "model")
+    extra = sum(4 * math.prod(shape) for shape in small_layer(1).values()) + 4 * (2 * N_EMBD + 2 * N_EMBD * N_EMBD)
+    assert with_it.weights_bytes - without.weights_bytes == extra
+    assert (without.prediction_kv, with_it.prediction_kv) == (0, 256 * 2 * (16 + 16))
+    plain = read_gguf_header(tiny_llama)
+    assert estimate_memory(plain, config, prediction=True) == estimate_memory(plain, config)
+
+
 def test_adapters_count_by_their_files(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     header, lora = read_gguf_header(tiny_models["tiny-llama"]), tiny_models["tiny-lora"]
     assert estimate_memory(header, adapters=[lora, (lora, 0.5)]).adapters == 2 * lora.stat().st_size  # type: ignore[arg-type]
@@ -230,8 +246,6 @@ def test_the_largest_context_fits_and_the_next_one_does_not(tiny_models: dict[st
 
 
 def test_a_type_that_the_model_cannot_take_is_left_out(tmp_path: Path) -> None:
-    from test_header import small_model
-
     header = read_gguf_header(small_model(tmp_path / "small.gguf"))  # heads of 16 numbers, no whole block of 32
     assert largest_context(header, RuntimeConfig(), 1 << 40) == {"f16": 256}
 
