@@ -1,5 +1,5 @@
-// Owns chat templates: compiling, rendering, what of a render came from the messages, and reply parsing. Every call of
-// llama-common runs under chat_guard's limits, most on a thread of their own, whose stack is known.
+// Owns chat templates: compiling, rendering and reply parsing. Every call of llama-common runs under chat_guard's
+// limits, most on a thread of their own, whose stack is known.
 #include "lcs_chat.hpp"
 
 #include "chat-peg-parser.h"
@@ -327,12 +327,12 @@ bool tells_time(const std::string & source) {
     return false;
 }
 
-// Renders of the last requests: a render derives the reply parser anew each time, by rendering many times.
-class render_cache {
+// The last texts by what they were made from.
+class text_cache {
 public:
-    const std::string * find(const std::string & request) {
+    const std::string * find(const std::string & from) {
         for (size_t i = 0; i < entries_.size(); ++i) {
-            if (entries_[i].first == request) {
+            if (entries_[i].first == from) {
                 std::rotate(entries_.begin(), entries_.begin() + static_cast<ptrdiff_t>(i),
                             entries_.begin() + static_cast<ptrdiff_t>(i) + 1);
                 return &entries_.front().second;
@@ -341,13 +341,18 @@ public:
         return nullptr;
     }
 
-    void add(std::string request, std::string rendered) {
-        const size_t n_bytes = request.size() + rendered.size();
+    // Where there is memory for it.
+    void add(std::string from, std::string made) {
+        const size_t n_bytes = from.size() + made.size();
         if (n_bytes > MAX_BYTES / 2) {
             return;
         }
+        try {
+            entries_.emplace_front(std::move(from), std::move(made));
+        } catch (const std::bad_alloc &) {
+            return; // made anew the next time
+        }
         n_bytes_ += n_bytes;
-        entries_.emplace_front(std::move(request), std::move(rendered));
         while (entries_.size() > MAX_ENTRIES || n_bytes_ > MAX_BYTES) {
             n_bytes_ -= entries_.back().first.size() + entries_.back().second.size();
             entries_.pop_back();
@@ -361,100 +366,6 @@ private:
     std::deque<std::pair<std::string, std::string>> entries_;
     size_t                                          n_bytes_ = 0;
 };
-
-//
-// What came from the messages.
-//
-
-struct alignment {
-    size_t prefix = 0;
-    size_t suffix = 0;
-};
-
-alignment align(const std::string & a, const std::string & b) {
-    alignment    common;
-    const size_t n = std::min(a.size(), b.size());
-    while (common.prefix < n && a[common.prefix] == b[common.prefix]) {
-        ++common.prefix;
-    }
-    while (common.suffix < n - common.prefix && a[a.size() - 1 - common.suffix] == b[b.size() - 1 - common.suffix]) {
-        ++common.suffix;
-    }
-    return common;
-}
-
-// Bytes of the prompt that are input. The prompt is one of the renders; BOS and EOS may be cut off its ends, and a
-// handler may have replaced or added a few bytes of template text.
-std::vector<bool> input_mask(const std::string & prompt, const std::vector<chat_guard::rendered> & renders,
-                             const std::vector<std::string> & texts) {
-    const chat_guard::rendered * best = nullptr;
-    alignment                    how;
-    for (const chat_guard::rendered & render : renders) {
-        if (render.text == prompt) {
-            return render.is_input;
-        }
-        const bool cut_left = render.text.size() > prompt.size() &&
-                              render.text.compare(render.text.size() - prompt.size(), prompt.size(), prompt) == 0;
-        const alignment now = cut_left ? alignment{0, prompt.size()} : align(prompt, render.text);
-        if (best == nullptr || now.prefix + now.suffix > how.prefix + how.suffix) {
-            best = &render;
-            how = now;
-        }
-    }
-    std::vector<bool> mask(prompt.size(), false);
-    if (best != nullptr && 2 * (how.prefix + how.suffix) >= prompt.size()) {
-        const size_t n = best->text.size();
-        std::copy_n(best->is_input.begin(), how.prefix, mask.begin());
-        std::copy_n(best->is_input.begin() + static_cast<ptrdiff_t>(n - how.suffix), how.suffix,
-                    mask.begin() + static_cast<ptrdiff_t>(prompt.size() - how.suffix));
-        // What stands where input stood is input, and so is what lies between two bytes of it.
-        bool input = how.prefix > 0 && how.suffix > 0 && best->is_input[how.prefix - 1] &&
-                     best->is_input[n - how.suffix];
-        for (size_t i = how.prefix; i < n - how.suffix; ++i) {
-            input = input || best->is_input[i];
-        }
-        std::fill(mask.begin() + static_cast<ptrdiff_t>(how.prefix),
-                  mask.begin() + static_cast<ptrdiff_t>(prompt.size() - how.suffix), input);
-        return mask;
-    }
-    for (const std::string & text : texts) {
-        for (size_t at = text.size() < 3 ? std::string::npos : prompt.find(text); at != std::string::npos;
-             at = prompt.find(text, at + text.size())) {
-            std::fill_n(mask.begin() + static_cast<ptrdiff_t>(at), text.size(), true);
-        }
-    }
-    return mask;
-}
-
-// The text and its parts as valid UTF-8: a template can cut characters. A character is input if any byte of it is.
-void write_parts(const std::string & prompt, const std::vector<bool> & mask, std::string & text, common_json & parts) {
-    std::string piece;
-    bool        piece_is_input = false;
-    const auto  flush = [&] {
-        if (!piece.empty()) {
-            text += piece;
-            parts.push_back(common_json::array({piece, piece_is_input}));
-            piece.clear();
-        }
-    };
-    for (size_t i = 0; i < prompt.size();) {
-        const auto   c = static_cast<unsigned char>(prompt[i]);
-        const size_t n_wanted = std::min<size_t>(c < 0xC0 ? 1 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4, prompt.size() - i);
-        const bool   valid = c < 0x80 || valid_utf8(&prompt[i], n_wanted) == std::string_view(&prompt[i], n_wanted);
-        const size_t n = valid ? n_wanted : 1;
-        bool         is_input = false;
-        for (size_t k = i; k < i + n; ++k) {
-            is_input = is_input || mask[k];
-        }
-        if (is_input != piece_is_input) {
-            flush();
-            piece_is_input = is_input;
-        }
-        valid ? piece.append(prompt, i, n) : piece.append("\xEF\xBF\xBD");
-        i += n;
-    }
-    flush();
-}
 
 //
 // Syntaxes.
@@ -613,10 +524,8 @@ const char * trigger_name(common_grammar_trigger_type type) {
     return "?";
 }
 
-std::string write_render(const common_chat_params & params, const chat_request & request, const chat_guard::run & run) {
-    std::string text;
-    common_json parts = common_json::array();
-    write_parts(params.prompt, input_mask(params.prompt, run.renders(), request.texts), text, parts);
+// All but the prompt: what follows from the request without its messages, and from the text that begins a reply.
+std::string write_rest(const common_chat_params & params, const chat_request & request) {
     common_json triggers = common_json::array();
     for (const common_grammar_trigger & trigger : params.grammar_triggers) {
         triggers.push_back({{"type", trigger_name(trigger.type)}, {"value", trigger.value}, {"token", trigger.token}});
@@ -624,8 +533,6 @@ std::string write_render(const common_chat_params & params, const chat_request &
     // llama-common leaves a grammar of the caller's to the caller.
     const bool own_grammar = params.grammar.empty() && !request.inputs.grammar.empty();
     return common_json{
-        {"text", text},
-        {"parts", parts},
         {"grammar", own_grammar ? request.inputs.grammar : params.grammar},
         {"grammar_lazy", !own_grammar && params.grammar_lazy},
         {"grammar_triggers", triggers},
@@ -662,7 +569,10 @@ struct lcs_chat_template : lcs::handle, lcs::counted<lcs::kind::chat_template> {
     common_chat_templates_ptr       templates;
     std::string                     info;
     bool                            tells_time = false; // the same request renders anew
-    lcs::render_cache               renders;
+    lcs::text_cache                 renders;
+    lcs::request_reader             reader;
+    chat_guard::analyses            analyses; // of `templates`
+    lcs::text_cache                 rests;
 };
 
 namespace lcs {
@@ -713,6 +623,45 @@ void compile(lcs_chat_template & made, std::string source) {
     made.templates = std::move(templates);
     made.info = std::move(info);
     made.tells_time = std::any_of(sources.begin(), sources.end(), tells_time);
+}
+
+std::string render(lcs_chat_template & tmpl, const char * text, size_t n_bytes) {
+    const chat_request & request = tmpl.reader.read(text, n_bytes);
+    const std::string &  rest_of_request = tmpl.reader.rest();
+    const auto           key = [&](const std::string & generation_prompt) {
+        return std::to_string(rest_of_request.size()) + rest_of_request + generation_prompt;
+    };
+    const std::string * rest = nullptr;
+    chat_guard::run     run(request.variables);
+    run.know(tmpl.analyses, [&](const std::string & generation_prompt) {
+        rest = rest_of_request.empty() ? nullptr : tmpl.rests.find(key(generation_prompt));
+        return rest != nullptr;
+    });
+    common_chat_params params;
+    bounded(
+            run, LCS_STATUS_TEMPLATE, "the template",
+            [&] {
+                try {
+                    params = common_chat_templates_apply(tmpl.templates.get(), request.inputs);
+                } catch (const chat_guard::enough &) {
+                    params.prompt = run.prompted().prompt;
+                }
+            },
+            true);
+    fault_point();
+    std::string json = write_prompt(params.prompt, run.renders(), [&] { return texts_of_request(text, n_bytes); });
+    json += ',';
+    if (rest != nullptr) {
+        return json.append(*rest, 1);
+    }
+    std::string made = write_rest(params, request);
+    json.append(made, 1); // without its brace
+    // A handler that changes the prompts afterwards is asked each time.
+    const auto & [prompt, generation_prompt] = run.prompted();
+    if (!rest_of_request.empty() && prompt == params.prompt && generation_prompt == params.generation_prompt) {
+        tmpl.rests.add(key(generation_prompt), std::move(made));
+    }
+    return json;
 }
 
 } // namespace
@@ -768,22 +717,11 @@ lcs_status lcs_chat_template_render(
             *json_out = lcs::make_string(*rendered);
             return;
         }
-        const lcs::chat_request read = lcs::read_chat_request(request, n_bytes);
-        chat_guard::run         run(read.variables);
-        common_chat_params      params;
-        lcs::bounded(
-                run, LCS_STATUS_TEMPLATE, "the template",
-                [&] { params = common_chat_templates_apply(tmpl->templates.get(), read.inputs); }, true);
-        lcs::fault_point();
-        std::string json = lcs::write_render(params, read, run);
+        std::string  json = lcs::render(*tmpl, request, n_bytes);
         lcs_string * made = lcs::make_string(json);
         *json_out = made;
         if (!tmpl->tells_time) {
-            try {
-                tmpl->renders.add(std::move(key), std::move(json));
-            } catch (const std::bad_alloc &) {
-                // Rendered all the same, and again the next time.
-            }
+            tmpl->renders.add(std::move(key), std::move(json));
         }
     });
 }

@@ -14,6 +14,7 @@ constexpr int    MAX_JSON_NESTING = 200;
 
 // Every sequence that is no UTF-8 becomes U+FFFD.
 std::string valid_utf8(const char * text, size_t n_bytes);
+bool        is_utf8(const char * text, size_t n_bytes);
 // Length without a character at the end that is cut in the middle.
 size_t whole_utf8(const char * text, size_t n_bytes);
 
@@ -27,10 +28,34 @@ void check_schema(const common_json & schema, lcs_status status, const std::stri
 struct chat_request {
     common_chat_templates_inputs inputs;
     std::vector<std::string>     variables; // names of the extra variables
-    std::vector<std::string>     texts;     // what came from the messages and tools, for the last resort of marking
 };
 
-// ARG, with the path in the message, for everything that lcs_chat_template_render does not take.
-chat_request read_chat_request(const char * text, size_t n_bytes);
+// Reads one request after the other. A conversation that goes on is read from where it parts from the one before.
+class request_reader {
+public:
+    // Valid until the next. ARG, with the path in the message, for all that lcs_chat_template_render does not take.
+    const chat_request & read(const char * text, size_t n_bytes);
+
+    // The text of the last request from the end of its messages; empty where it does not begin with them.
+    const std::string & rest() const { return rest_; }
+
+private:
+    bool go_on(const char * text, size_t n_bytes);
+    void remember(const char * text, size_t n_bytes);
+    void forget();
+
+    chat_request        request_;
+    std::string         text_; // up to the end of its messages
+    size_t              begin_ = 0; // of the first message
+    std::vector<size_t> ends_;      // of each message
+    std::string         rest_;
+};
+
+// What came from the messages and tools of a valid request, for the last resort of marking.
+std::vector<std::string> texts_of_request(const char * text, size_t n_bytes);
+
+// {"text", "parts", of a render's JSON, without the brace that ends it. `texts` is for the last resort of marking.
+std::string write_prompt(const std::string & prompt, const std::vector<chat_guard::rendered> & renders,
+                         const std::function<std::vector<std::string>()> & texts);
 
 } // namespace lcs

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <set>
 
@@ -40,7 +41,30 @@ size_t utf8_sequence(const char * text, size_t n_bytes, bool & cut) {
 
 } // namespace
 
+bool is_utf8(const char * text, size_t n_bytes) {
+    for (size_t i = 0; i < n_bytes;) {
+        uint64_t eight = 0;
+        if (n_bytes - i >= sizeof eight) {
+            std::memcpy(&eight, text + i, sizeof eight);
+            if ((eight & 0x8080808080808080U) == 0) {
+                i += sizeof eight;
+                continue;
+            }
+        }
+        bool         cut = false;
+        const size_t n = utf8_sequence(text + i, n_bytes - i, cut);
+        if (n == 0) {
+            return false;
+        }
+        i += n;
+    }
+    return true;
+}
+
 std::string valid_utf8(const char * text, size_t n_bytes) {
+    if (is_utf8(text, n_bytes)) {
+        return {text, n_bytes};
+    }
     std::string valid;
     valid.reserve(n_bytes);
     for (size_t i = 0; i < n_bytes;) {
@@ -383,13 +407,7 @@ void collect_texts(const common_json & json, std::vector<std::string> & texts) {
     }
 }
 
-} // namespace
-
-chat_request read_chat_request(const char * text, size_t n_bytes) {
-    if (n_bytes > MAX_CHAT_BYTES) {
-        fail(LCS_STATUS_ARG,
-             "a request of " + std::to_string(n_bytes) + " bytes, limit " + std::to_string(MAX_CHAT_BYTES));
-    }
+chat_request read_all(const char * text, size_t n_bytes) {
     const common_json json = read_json(valid_utf8(text, n_bytes), LCS_STATUS_ARG, "the request");
     const place       root(json, "");
     root.require_members({"messages", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt",
@@ -458,11 +476,151 @@ chat_request read_chat_request(const char * text, size_t n_bytes) {
             request.variables.push_back(name);
         }
     }
-    collect_texts(json.at("messages"), request.texts);
-    if (root.has("tools")) {
-        collect_texts(json.at("tools"), request.texts);
-    }
     return request;
+}
+
+// Where the first message begins in a request whose first member they are; npos in another.
+size_t messages_begin(const std::string & text) {
+    size_t at = 0;
+    for (const char * token : {"{", "\"messages\"", ":", "["}) {
+        at = text.find_first_not_of(" \t\r\n", at);
+        if (at == std::string::npos || text.compare(at, std::strlen(token), token) != 0) {
+            return std::string::npos;
+        }
+        at += std::strlen(token);
+    }
+    return at;
+}
+
+// Where the list of messages ends that goes on at `at`, and where each of them does; npos: it does not end.
+size_t find_ends(const char * text, size_t n_bytes, size_t at, std::vector<size_t> & ends) {
+    int  depth = 0;
+    bool in_string = false;
+    for (size_t i = at; i < n_bytes; ++i) {
+        const char c = text[i];
+        if (in_string) {
+            i += c == '\\' ? 1 : 0;
+            in_string = c != '"';
+        } else if (c == '"') {
+            in_string = true;
+        } else if (c == '{' || c == '[') {
+            ++depth;
+        } else if (c == '}' || c == ']') {
+            if (--depth < 0) {
+                return i;
+            }
+            if (depth == 0) {
+                ends.push_back(i + 1);
+            }
+        }
+    }
+    return std::string::npos;
+}
+
+} // namespace
+
+const chat_request & request_reader::read(const char * text, size_t n_bytes) {
+    if (n_bytes > MAX_CHAT_BYTES) {
+        fail(LCS_STATUS_ARG,
+             "a request of " + std::to_string(n_bytes) + " bytes, limit " + std::to_string(MAX_CHAT_BYTES));
+    }
+    if (go_on(text, n_bytes)) {
+        request_.inputs.now = std::chrono::system_clock::now();
+    } else {
+        forget();
+        request_ = read_all(text, n_bytes);
+        remember(text, n_bytes);
+    }
+    return request_;
+}
+
+// Whether it could: only the messages differ, from some message on. Where it could not, reading all says why.
+bool request_reader::go_on(const char * text, size_t n_bytes) {
+    if (rest_.empty()) {
+        return false;
+    }
+    const size_t n_same = static_cast<size_t>(
+            std::mismatch(text, text + std::min(n_bytes, text_.size()), text_.data()).first - text);
+    if (n_same < begin_) {
+        return false;
+    }
+    const auto          first = std::upper_bound(ends_.begin(), ends_.end(), n_same);
+    const auto          n_kept = static_cast<size_t>(first - ends_.begin());
+    const size_t        from = n_kept > 0 ? ends_[n_kept - 1] : begin_;
+    std::vector<size_t> ends;
+    const size_t        end = find_ends(text, n_bytes, from, ends);
+    if (end == std::string::npos || rest_.compare(0, std::string::npos, text + end, n_bytes - end) != 0 ||
+        !is_utf8(text + from, end - from)) {
+        return false;
+    }
+    std::string more(text + from, end - from);
+    more.erase(0, more.find_first_not_of(" \t\r\n"));
+    if (n_kept > 0 && !more.empty()) {
+        if (more[0] != ',' || more.find_first_not_of(" \t\r\n", 1) == std::string::npos) {
+            return false;
+        }
+        more.erase(0, 1);
+    }
+    std::vector<common_chat_msg> messages;
+    try {
+        const common_json json = read_json("{\"messages\": [" + more + "]}", LCS_STATUS_ARG, "the request");
+        for (const place & message : place(json, "").at("messages").items()) {
+            messages.push_back(read_message(message));
+        }
+    } catch (const failure &) {
+        return false;
+    }
+    if (messages.size() != ends.size()) {
+        return false;
+    }
+    auto & all = request_.inputs.messages;
+    ends_.reserve(n_kept + ends.size());
+    all.reserve(n_kept + messages.size());
+    text_.reserve(end); // from here on nothing fails
+    ends_.resize(n_kept);
+    ends_.insert(ends_.end(), ends.begin(), ends.end());
+    all.resize(n_kept);
+    all.insert(all.end(), std::make_move_iterator(messages.begin()), std::make_move_iterator(messages.end()));
+    text_.resize(from);
+    text_.append(text + from, end - from);
+    return true;
+}
+
+void request_reader::remember(const char * text, size_t n_bytes) {
+    constexpr size_t MAX_BYTES = size_t{8} << 20;
+    if (n_bytes > MAX_BYTES || !is_utf8(text, n_bytes)) {
+        return;
+    }
+    std::string head(text, n_bytes);
+    begin_ = messages_begin(head);
+    const size_t end = begin_ == std::string::npos ? begin_ : find_ends(text, n_bytes, begin_, ends_);
+    if (end == std::string::npos || ends_.size() != request_.inputs.messages.size()) {
+        return;
+    }
+    std::string rest(text + end, n_bytes - end);
+    if (read_json("{\"\": [" + rest, LCS_STATUS_ARG, "the request").contains("messages")) {
+        return; // a second list of messages, which is the one that counts
+    }
+    head.resize(end);
+    text_ = std::move(head);
+    rest_ = std::move(rest);
+}
+
+void request_reader::forget() {
+    text_.clear();
+    ends_.clear();
+    rest_.clear();
+}
+
+std::vector<std::string> texts_of_request(const char * text, size_t n_bytes) {
+    const common_json        json = read_json(valid_utf8(text, n_bytes), LCS_STATUS_ARG, "the request");
+    std::vector<std::string> texts;
+    for (const char * name : {"messages", "tools"}) {
+        if (json.contains(name)) {
+            collect_texts(json.at(name), texts);
+        }
+    }
+    return texts;
 }
 
 } // namespace lcs

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 RENDERED_MAX = 16
 KNOWN_MAX = 4096
+DONE_MAX = 4
+UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,28 @@ class Prompt:
     rendered: Rendered | None
 
 
+class _Done(NamedTuple):
+    """Parts that were tokenised: which are replies, how many of the first were tokenised as one text, and their tokens
+    without BOS."""
+
+    parts: Parts
+    replies: list[Tokens | None]
+    n_joint: int
+    tokens: Tokens
+    starts: list[int]
+
+
 class Chatter:
     """What the chats of one runtime share: the compiled template, what it rendered last, and replies as generated."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._template: ChatTemplate | None = None
-        self._rendered: OrderedDict[bytes, Rendered] = OrderedDict()
+        self._rendered: OrderedDict[Hashable, Rendered] = OrderedDict()
+        self._done: list[_Done] = []  # the last ones, newest first; replaced, never changed
         self._is_plain: dict[bytes, bool] = {}
         self._special_counts: dict[bytes, int] = {}
-        self._is_control: dict[int, bool] = {}
+        self._is_control = np.full(runtime.model.n_vocab, UNKNOWN, dtype=np.int8)  # by token
 
     @property
     def template(self) -> ChatTemplate:
@@ -71,8 +85,9 @@ class Chatter:
                 "the model's template has no protocol for tools, and the conversation has some", feature="tools"
             )
         try:
-            key = json.dumps([list(messages), tools, values], sort_keys=True).encode()
-        except (TypeError, ValueError):
+            key = _frozen([list(messages), tools, values])
+            hash(key)
+        except (TypeError, RecursionError):
             return self.template.render(messages, tools, **values)  # which says what is wrong with it
         with self.runtime.chat_lock:
             found = self._rendered.get(key)
@@ -109,21 +124,25 @@ class Chatter:
     def prompt(self, parts: Parts, replies: Mapping[str, Tokens], rendered: Rendered | None) -> Prompt:
         """The parts as tokens. Special tokens are only where the format itself wrote them, and BOS is there once."""
         parts = _merged(parts)
-        ledger = Ledger()
-        starts: list[int] = []
+        known = [replies.get(text) if is_input else None for text, is_input in parts]
+        ledger, starts, n_joint = self._begun(parts, known)
+        n_begun = len(starts)
         run: list[bytes] = []  # parts that may be tokenised as one text
 
         def flush() -> None:
+            nonlocal n_joint
             if run:
+                if not len(ledger):
+                    n_joint = len(starts) + len(run)
                 self._append(ledger, starts, run)
                 run.clear()
 
-        for text, is_input in parts:
+        for (text, is_input), reply in zip(parts[n_begun:], known[n_begun:], strict=True):
             data = text.encode()
-            if is_input and text in replies:
+            if reply is not None:
                 flush()
                 starts.append(len(ledger))
-                ledger.extend(replies[text])
+                ledger.extend(reply)
             elif is_input and not self._plain(data):
                 flush()
                 starts.append(len(ledger))
@@ -131,8 +150,29 @@ class Chatter:
             else:
                 run.append(data)
         flush()
+        if n_joint < len(parts):  # a text as a whole is known to the tokenizer
+            self._done = [_Done(parts, known, n_joint, ledger.copy(), starts), *self._done[: DONE_MAX - 1]]
         tokens, starts, _ = self.runtime.with_bos(ledger.copy(), starts)
         return Prompt(tokens, tuple(starts), tuple(parts), rendered)
+
+    def _begun(self, parts: Parts, replies: list[Tokens | None]) -> tuple[Ledger, list[int], int]:
+        """The tokens of the first parts, where each begins, and how many of them are one text, from an earlier prompt.
+
+        What follows that text only adds tokens, so what is known of it holds for every prompt that begins so.
+        """
+        best, n = None, 0
+        for done in self._done:
+            same = 0
+            for part, other, reply, its_reply in zip(parts, done.parts, replies, done.replies, strict=False):
+                if part != other or not _same_reply(reply, its_reply):
+                    break
+                same += 1
+            if same > max(n, done.n_joint):  # the part that ends the text is the same too
+                best, n = done, same
+        if best is None:
+            return Ledger(), [], 0
+        end = best.starts[n] if n < len(best.starts) else len(best.tokens)
+        return Ledger(best.tokens[:end]), best.starts[:n], best.n_joint
 
     def _append(self, ledger: Ledger, starts: list[int], run: list[bytes]) -> None:
         """A run of parts, in which special tokens stand where the format wrote them, and nowhere else."""
@@ -170,13 +210,12 @@ class Chatter:
         return found
 
     def _n_special(self, tokens: Tokens) -> int:
-        n = 0
-        values, counts = np.unique(tokens, return_counts=True)
-        for token, count in zip(values.tolist(), counts.tolist(), strict=True):
-            if token not in self._is_control:
+        is_control = self._is_control[tokens]
+        if (is_control == UNKNOWN).any():
+            for token in np.unique(tokens[is_control == UNKNOWN]).tolist():
                 self._is_control[token] = self.runtime.model.is_control(token)
-            n += count if self._is_control[token] else 0
-        return n
+            is_control = self._is_control[tokens]
+        return int(np.count_nonzero(is_control))
 
 
 class Reply:
@@ -269,6 +308,21 @@ def _bounded(known: _Known) -> _Known:
     if len(known) >= KNOWN_MAX:
         known.clear()
     return known
+
+
+def _same_reply(one: Tokens | None, other: Tokens | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def _frozen(value: object) -> Hashable:
+    """A value of JSON's types as a key: a list and a tuple are alike, 1 and true are not."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return (dict, *((key, _frozen(item)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return (list, *(_frozen(item) for item in value))
+    return (type(value), repr(value) if isinstance(value, float) else value)  # -0.0 and 0.0 are equal
 
 
 def _merged(parts: Parts) -> Parts:

@@ -23,6 +23,7 @@ TAIL_BYTES = 512  # of what is before, tokenised again with what follows
 MARGIN_TOKENS = 16  # of these that must come out as before, besides those that change
 PIECE_BYTES = 1 << 16
 CACHE_BYTES = 64 << 20
+JOINED_MAX = 4
 
 _ANCHORS = (b"\n", b"\na", b"\n.")  # for a text that goes on after tokens which stay as they are
 
@@ -45,6 +46,16 @@ class Joint(NamedTuple):
     tokens: Tokens
 
 
+class _Joined(NamedTuple):
+    """Texts that were joined, and how far a joint text that begins with the same ones has come with each."""
+
+    texts: list[bytes]
+    parse_special: bool
+    tokens: Tokens
+    starts: list[int]
+    ends: list[int]  # after each text; -1: a later one changed tokens before it
+
+
 class Tokenizer:
     """Tokenises for one model and keeps what it has tokenised. Safe from several threads at once."""
 
@@ -54,6 +65,7 @@ class Tokenizer:
         self._cache: OrderedDict[_Key, tuple[Tokens, Tokens]] = OrderedDict()
         self._cache_bytes = 0
         self._max_bytes = max_bytes
+        self._joined: list[_Joined] = []  # the last ones, newest first
         self.tokenized_bytes = 0  # how much was not found in the cache
 
     def plain(self, text: bytes, parse_special: bool) -> Tokens:
@@ -85,18 +97,50 @@ class Tokenizer:
     def joined(self, texts: Sequence[bytes], parse_special: bool) -> tuple[Tokens, list[int]]:
         """The tokens of the joint text, and at which token each of the texts begins; -1: within one."""
         whole = b"".join(texts)
-        ledger = Ledger()
-        starts: list[int] = []
-        end = 0
-        for text in texts:
+        ledger, starts, ends = self._begun(texts, parse_special)
+        end = sum(map(len, texts[: len(starts)]))
+        for text in texts[len(starts) :]:
             starts.append(len(ledger))
             begin, end = end, end + len(text)
             for piece_begin, piece_end in _pieces(whole, begin, end):
                 joint = self._follow(whole, piece_begin, ledger.tokens, whole[piece_begin:piece_end], parse_special)
                 if joint.n_back and piece_begin == begin:
                     starts[-1] = self._boundary(ledger.tokens, joint)
-                ledger.replace(joint.tokens, keep=len(ledger) - joint.n_back)
-        return ledger.copy(), starts
+                kept = len(ledger) - joint.n_back
+                for i in range(len(ends) - 1, -1, -1):
+                    if ends[i] <= kept and ends[i] >= 0:
+                        break
+                    ends[i] = -1
+                ledger.replace(joint.tokens, keep=kept)
+            ends.append(len(ledger))
+        tokens = ledger.copy()
+        if len(whole) <= self._max_bytes // JOINED_MAX:
+            with self._lock:
+                self._joined.insert(0, _Joined(list(texts), parse_special, tokens, starts.copy(), ends))
+                del self._joined[JOINED_MAX:]
+        return tokens.copy(), starts
+
+    def _begun(self, texts: Sequence[bytes], parse_special: bool) -> tuple[Ledger, list[int], list[int]]:
+        """What is known of the joint text: the tokens of its first texts, where each begins and where each ends.
+
+        How they join depends on nothing that follows, but for the last tokens, which may change with it.
+        """
+        with self._lock:
+            known = [joined for joined in self._joined if joined.parse_special == parse_special]
+        best, n = None, 0
+        for joined in known:
+            same = 0
+            for mine, other in zip(texts, joined.texts, strict=False):
+                if mine != other:
+                    break
+                same += 1
+            while same > n and joined.ends[same - 1] < 0:
+                same -= 1
+            if same > n:
+                best, n = joined, same
+        if best is None:
+            return Ledger(), [], []
+        return Ledger(best.tokens[: best.ends[n - 1]]), best.starts[:n], best.ends[:n]
 
     def _boundary(self, tokens: Tokens, joint: Joint) -> int:
         """Where the text before ends in the joint tokens, although its last ones change; -1 within a token.

@@ -1,5 +1,7 @@
 # Owns the chat template handle, what it renders, and what it parses.
 
+import msgspec
+
 @dataclass(frozen=True)
 class Rendered:
     """A rendered conversation, and what its reply needs.
@@ -45,6 +47,40 @@ class ChatMessage:
 # Keys of a request that are not variables of the template.
 cdef frozenset REQUEST_KEYS = frozenset(
     ["tool_choice", "parallel_tool_calls", "enable_thinking", "reasoning_format", "grammar", "json_schema"])
+
+
+cdef bint is_plain(object value, int depth):
+    """Whether it is of JSON's own types, no subclasses of them, and so written alike by every encoder."""
+    cdef object kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return True
+    if kind is int:
+        return INT32_MIN <= value <= INT32_MAX
+    if kind is float:
+        return value - value == 0  # finite
+    if depth > 100:
+        return False
+    if kind is dict:
+        for key, item in (<dict>value).items():
+            if type(key) is not str or not is_plain(item, depth + 1):
+                return False
+        return True
+    if kind is list:
+        for item in <list>value:
+            if not is_plain(item, depth + 1):
+                return False
+        return True
+    return False
+
+
+cdef bytes dump_request(dict request):
+    """As JSON. The fast encoder writes what it does not refuse; the other one has the words for what is wrong."""
+    if is_plain(request, 0):
+        try:
+            return msgspec.json.encode(request)
+        except UnicodeEncodeError:
+            pass
+    return dump_json(request, "the request")
 
 
 @cython.final
@@ -220,7 +256,7 @@ cdef class ChatTemplate:
             (request if key in REQUEST_KEYS else variables)[key] = value
         if variables:
             request["kwargs"] = variables
-        cdef bytes raw = dump_json(request, "the request")
+        cdef bytes raw = dump_request(request)
         cdef const char* data = PyBytes_AS_STRING(raw)
         cdef size_t n = <size_t>len(raw)
         cdef lcs_chat_template* template = self.enter()
@@ -228,7 +264,10 @@ cdef class ChatTemplate:
             with nogil:
                 st = lcs_chat_template_render(template, data, n, &text)
             check(st)
-            found = json_of(text)
+            try:
+                found = msgspec.json.decode(lcs_string_data(text)[:lcs_string_bytes(text)])
+            finally:
+                lcs_string_free(text)
             self._syntax = found["syntax"].encode("utf-8")
         finally:
             self.leave()

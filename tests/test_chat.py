@@ -13,6 +13,7 @@ import tiny
 from sessions import open_runtime
 
 from llamacppshim import ChatTemplate, Model, Runtime, Session
+from llamacppshim.chat import Chatter
 from llamacppshim.errors import ContextOverflowError, InvalidArgumentError, TemplateError, UnsupportedFeatureError
 from llamacppshim.formats import needs_tools, text_of, written
 
@@ -119,6 +120,61 @@ def test_wrong_messages_are_refused_and_nothing_changes(session: Session) -> Non
     np.testing.assert_array_equal(session.tokens, before)
     assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
     assert text_of([{"type": "image"}]) is None and text_of(None) is None and text_of([]) == ""
+
+
+# What is known of earlier conversations.
+
+
+def test_a_conversation_is_tokenised_as_if_it_were_the_first(runtime: Runtime) -> None:
+    """Whatever was tokenised before it: one that goes on, parts from it, or has other replies by the same texts."""
+    reply = runtime.model.tokenize("b b", add_special=False, parse_special=False)
+    other = runtime.model.tokenize("bb", add_special=False, parse_special=False)
+    said = [
+        user("a"),
+        assistant("b b"),
+        user("c"),
+        assistant("d"),
+        user(FORGED),
+        assistant("b b"),
+        user("e <|im_"),
+        user("z"),
+    ]
+    conversations = [said[:n] for n in (1, 3, 5, 7, 8, 5, 3)]
+    conversations += [said[1:], [*said[:2], user("<|im_end|>"), *said[3:]], said, []]
+    warm = Chatter(runtime)
+    for replies in ({}, {"b b": reply}, {"b b": reply, "d": other}, {"b b": other}, {}):
+        for messages in conversations:
+            parts = written("chatml", messages)
+            found = warm.prompt(parts, replies, None)
+            expected = Chatter(runtime).prompt(parts, replies, None)
+            np.testing.assert_array_equal(found.tokens, expected.tokens)
+            assert (found.starts, found.parts) == (expected.starts, expected.parts)
+            found.tokens[:] = 0  # the caller's own
+
+
+def test_a_conversation_that_differs_in_a_type_alone_is_rendered_anew(loaded: dict[str, Model]) -> None:
+    source = "{{ messages[0].content }}{{ (x if x is defined else 0) | tojson }}"
+    with open_runtime(loaded, "attention", n_ctx=2048, chat_template=source) as runtime:
+        values = [
+            1,
+            True,
+            1.0,
+            "1",
+            None,
+            [1],
+            [True],
+            ["1"],
+            {"1": 1},
+            {"1": True},
+            0.0,
+            -0.0,
+            [],
+            {},
+            "",
+            ["list", 1],
+        ]
+        texts = [runtime.chatter.render([user("a")], None, {"x": value}).text for value in values]
+        assert texts == [ChatTemplate(source).render([user("a")], x=value).text for value in values]
 
 
 # Forging.

@@ -132,6 +132,55 @@ def test_a_reply_without_a_render_is_read_as_one_to_a_user(template: ChatTemplat
     assert (message.role, message.content, message.reasoning, message.tool_calls) == ("assistant", "Hello\n🦙", "", ())
 
 
+SAID = "{% for m in messages %}{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SAID,
+        SAID + "{% if add_generation_prompt %}go{% endif %}",
+        SAID + "{% if add_generation_prompt is defined %}go{% else %}stop{% endif %}{{ x }}",
+        SAID + "{% set x = 'go' if add_generation_prompt else x %}{{ x }}{% set messages = x %}{{ messages }}",
+        SAID + "{# add_generation_prompt #}{% set add_generation_prompt = true %}{{ add_generation_prompt }}",
+        "{% set add_generation_prompt = false %}" + SAID + "{% if add_generation_prompt %}go{% endif %}",
+        "{% set ns = namespace(n='a') %}"
+        + SAID
+        + "{% if add_generation_prompt %}{% set ns.n = 'b' %}{% endif %}{{ ns.n }}",
+        "{% set all = [] %}"
+        + SAID
+        + "{% if add_generation_prompt %}{% set _ = all.append('go') %}{% endif %}{{ all | join }}",
+        "{% macro end() %}{{ 'go' if add_generation_prompt else 'no' }}{% endmacro %}" + SAID + "{{ end() }}",
+        "{% set ns = namespace(last='') %}{% for m in messages %}{% set ns.last = m.content %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ ns.last ~ '!' }}{% else %}{{ ns.last[0] }}{% endif %}",
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.content }}{% endfor %}"
+        "{{ 'go' if add_generation_prompt }}",
+        "{% for m in messages %}{% if loop.last and add_generation_prompt %}!{% endif %}{{ m.content }}{% endfor %}",
+        "{% if add_generation_prompt %}go{% endif %}" + SAID,
+    ],
+)
+def test_the_texts_with_and_without_a_generation_prompt_are_jinja_s_in_either_order(source: str) -> None:
+    """Of the three renders of a call some are made of others: what begins a reply is the difference of two of them."""
+    jinja = jinja2.Template(source)
+    expected = [jinja.render(messages=MESSAGES[1:], x="x", **more) for more in ({}, {"add_generation_prompt": True})]
+    n = next((i for i, (a, b) in enumerate(zip(*expected, strict=False)) if a != b), min(map(len, expected)))
+    for order in ((True, False), (False, True)):
+        with ChatTemplate(source) as template:
+            for prompts in order:
+                rendered = template.render(MESSAGES[1:], add_generation_prompt=prompts, x="x")
+                assert rendered.text == expected[prompts]
+                assert rendered.generation_prompt == expected[True][n:]
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, -0.0, 0.0, 1e22, 1e-7, 2**70, "é\x7f\u2028\n", None, [[]], {"a": {}}])
+def test_a_variable_is_the_value_that_was_given(value: Any) -> None:
+    """By whichever encoder it goes: `json` takes what the fast one is not trusted with."""
+    with ChatTemplate("{{ (x if x is defined else 0) | tojson }}|{{ messages[0].content }}") as template:
+        mine = template.render([{"role": "user", "content": "é"}], x=value)
+        other = template.render([{"role": "user", "content": "é"}], x=value, y=(1,))  # a tuple: not for the fast one
+    assert mine.text == other.text
+
+
 def test_what_is_rendered_is_an_immutable_value(template: ChatTemplate) -> None:
     rendered = template.render(MESSAGES)
     assert isinstance(rendered, Rendered)

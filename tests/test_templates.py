@@ -494,6 +494,50 @@ def test_with_a_model_bos_and_eos_are_its_own_but_for_those_that_the_tokenizer_a
 
 
 #
+# What a template has rendered before, and what is rendered once for several texts.
+#
+
+# Handlers that write what begins a reply themselves, or change the prompt.
+OWN_GENERATION_PROMPT = [
+    "muse-glimmer",
+    "openai-gpt-oss-120b",
+    "google-gemma-4-31B-it",
+    "google-gemma-4-31B-it-interleaved",
+]
+
+
+@pytest.mark.parametrize("name", every_template_but(*OWN_GENERATION_PROMPT))
+def test_what_begins_a_reply_is_what_the_prompt_adds_to_a_rendering_without_it(name: str) -> None:
+    """Each of the two texts by a call of its own, which renders it whole."""
+    raising = RAISING.get(name, ("", []))[1]
+    with ChatTemplate(sources()[name]) as template:
+        for conversation, request in CONVERSATIONS.items():
+            if conversation in raising:
+                continue
+            prompted, bare = (
+                template.render(**{**request.request(), "add_generation_prompt": add}) for add in (True, False)
+            )
+            both = zip(prompted.text, bare.text, strict=False)
+            n = next((i for i, (one, other) in enumerate(both) if one != other), len(bare.text))
+            assert prompted.generation_prompt == bare.generation_prompt == prompted.text[n:], conversation
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_that_grows_renders_as_by_a_new_template(name: str) -> None:
+    raising = RAISING.get(name, ("", []))[1]
+    with ChatTemplate(sources()[name]) as template:
+        for request in (
+            CONVERSATIONS[each].request() for each in ("call-with-all", "reasoning") if each not in raising
+        ):
+            messages = request["messages"]
+            ends = [n for n, each in enumerate(messages, 1) if each["role"] == "user"]
+            found = [template.render(**{**request, "messages": messages[:n]}) for n in (*ends, ends[0])]
+            assert found[-1] == found[0]
+            with ChatTemplate(sources()[name]) as anew:
+                assert anew.render(**request) == found[-2]
+
+
+#
 # What of a text came from the messages.
 #
 

@@ -92,6 +92,27 @@ def test_segments_begin_where_their_text_begins(loaded: dict[str, Model], name: 
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_texts_that_begin_like_those_before_join_as_if_they_were_the_first(
+    loaded: dict[str, Model], name: str, seed: int
+) -> None:
+    draw = random.Random(seed)
+    tokenizer = Tokenizer(loaded[name])
+    texts: list[bytes] = []
+    for _ in range(8):
+        del texts[draw.randint(0, len(texts)) :]
+        texts += ["".join(draw.choices(WORDS, k=draw.randint(0, 4))).encode() for _ in range(draw.randint(0, 6))]
+        parse_special = draw.random() < 0.2
+        tokens, starts = tokenizer.joined(texts, parse_special)
+        expected, expected_starts = Tokenizer(loaded[name]).joined(texts, parse_special)
+        assert tokens.tolist() == expected.tolist()
+        assert starts == expected_starts
+        tokens[:] = -1  # the caller's own
+        starts.clear()
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
 def test_a_token_over_a_boundary_is_refused_by_name(loaded: dict[str, Model], name: str) -> None:
     with pytest.raises(ManifestMismatchError, match="segments 1 and 2: a token reaches over") as caught:
         Tokenizer(loaded[name]).segments([b"first\n", b"hello wor", b"ld\n"], False)

@@ -1,6 +1,8 @@
 // The steps that chat_guard.hpp puts into llama-common: they judge sizes before the work, and mark what is input.
 #include "chat_guard.hpp"
 
+#include "chat-auto-parser.h"
+
 #include <typeinfo>
 
 #if defined(_MSC_VER)
@@ -356,6 +358,18 @@ void run::track(const value & text, size_t n_bytes) {
     }
 }
 
+void run::know(analyses & found, std::function<bool(const std::string &)> has_rest) {
+    analyses_ = &found;
+    has_rest_ = std::move(has_rest);
+}
+
+void run::prompt(const std::string & prompt, const std::string & generation_prompt) {
+    prompts_ = {prompt, generation_prompt};
+    if (has_rest_ && has_rest_(generation_prompt)) {
+        throw enough();
+    }
+}
+
 void run::count_range(int64_t n) {
     n_range_ += n;
     if (n_range_ > MAX_RANGE_ITEMS) {
@@ -371,6 +385,43 @@ void run::begin_render() {
     text_bytes_ = 0;
     n_range_ = 0;
     repr_of_input = false;
+}
+
+const common_json & run::begin_render(const jinja::program & program, const common_json & input, bool mark_input) {
+    static const common_json nothing = common_json::object();
+    next_ = keep_renders_ ? last_.plan(program, input, mark_input) : last_render::next::anew;
+    if (next_ == last_render::next::anew) {
+        begin_render();
+        return input;
+    }
+    node_bytes_ = 0;
+    if (next_ == last_render::next::tail) { // as if all before it had been done again
+        value_bytes_ = last_.before_tail().value_bytes;
+        n_range_ = last_.before_tail().n_range;
+    }
+    return nothing;
+}
+
+value run::execute(jinja::context & ctx, const jinja::program & program) {
+    if (next_ == last_render::next::known) {
+        return last_.text();
+    }
+    if (next_ == last_render::next::tail) {
+        return last_.go_on();
+    }
+    if (keep_renders_) {
+        return last_.execute(ctx, [this] { return last_render::charges{value_bytes_, n_range_}; });
+    }
+    return jinja::runtime(ctx).execute(program);
+}
+
+void run::end_render(const value & text) {
+    if (next_ != last_render::next::known) {
+        keep(text->val_str);
+    }
+    if (keep_renders_) {
+        last_.end(text);
+    }
 }
 
 void run::hold(const value & v) {
@@ -402,8 +453,19 @@ void run::keep(const string & text) {
     if (kept_bytes_ > 4 * MAX_OUTPUT_BYTES) {
         give_up("renders over " + std::to_string(4 * MAX_OUTPUT_BYTES) + " bytes");
     }
-    marked_text marked(text);
-    renders_.push_back({std::move(marked.text), std::move(marked.is_input)});
+    rendered kept;
+    kept.text.reserve(n_bytes);
+    for (const jinja::string_part & part : text.parts) {
+        if (part.val.empty()) {
+            continue;
+        }
+        if (kept.stretches.empty() || kept.stretches.back().is_input != part.is_input) {
+            kept.stretches.push_back({0, part.is_input});
+        }
+        kept.text += part.val;
+        kept.stretches.back().end = kept.text.size();
+    }
+    renders_.push_back(std::move(kept));
 }
 
 void run::note(std::string text) {
@@ -605,6 +667,47 @@ jinja::context & begun(jinja::context & ctx) {
     return ctx;
 }
 
+const common_json & begun(const jinja::program & program, const common_json & input, bool mark_input) {
+    run * r = armed();
+    if (r == nullptr) {
+        return input;
+    }
+    r->step();
+    return r->begin_render(program, input, mark_input);
+}
+
+const jinja::program & no_program() {
+    static const jinja::program none{{}};
+    return none;
+}
+
+value operator->*(const value & nothing, executing how) {
+    (void)nothing;
+    run * r = armed();
+    return r != nullptr ? r->execute(how.ctx, how.program) : jinja::runtime(how.ctx).execute(how.program);
+}
+
+// An analysis passes over every failure, and so over a limit: such a one is not kept.
+void analyse(autoparser::autoparser & analysis, const common_chat_template & tmpl) {
+    run *      r = armed();
+    analyses * found = r != nullptr ? r->known_analyses() : nullptr;
+    if (found != nullptr && found->count(&tmpl) != 0) {
+        analysis = *found->at(&tmpl);
+        return;
+    }
+    analysis.analyze_template(tmpl);
+    if (found != nullptr && r->broken().empty()) {
+        (*found)[&tmpl] = std::make_shared<autoparser::autoparser>(analysis);
+    }
+}
+
+after prompted(const std::string & prompt, const std::string & generation_prompt) {
+    if (run * r = armed()) {
+        r->prompt(prompt, generation_prompt);
+    }
+    return {};
+}
+
 namespace {
 
 // Names of JSON members are as much the caller's as their values are.
@@ -667,7 +770,7 @@ void loaded(jinja::context & ctx) {
 
 std::shared_ptr<jinja::value_string_t> operator->*(std::shared_ptr<jinja::value_string_t> text, keeping_t) {
     if (run * r = armed()) {
-        r->keep(text->val_str);
+        r->end_render(text);
     }
     return text;
 }

@@ -1,5 +1,5 @@
 // Limits for llama-common's template engine, reply parser and schema converter, which have none: time, stack, memory.
-// Also keeps which bytes of a render came from its input.
+// Also keeps which bytes of a render came from its input, and does once what would be done again: chat_repeat.hpp.
 //
 // Included before everything else in every file of llama_chat, and first in whatever includes chat.h of llama-common.
 // No file of llama.cpp is changed: where its code calls one of the functions named below, a macro that lives only while
@@ -32,6 +32,8 @@
 #include <utility>
 #include <vector>
 
+#include "chat_repeat.hpp"
+
 #include "jinja/lexer.h"
 #include "jinja/string.h"
 #include "jinja/utils.h"
@@ -55,10 +57,16 @@ constexpr size_t  MAX_TEXT_BYTES = size_t{512} << 20;     // of all large texts 
 constexpr int64_t MAX_RANGE_ITEMS = 1000000;              // of all ranges of one render, and of one list
 constexpr double  MAX_COMPARISONS = 2e10;                 // bytes one search may look at
 
-// What one render gave, and which of its bytes came from the messages.
+// A part of a text, from where the one before it ends: whether it came from the messages.
+struct stretch {
+    size_t end;
+    bool   is_input;
+};
+
+// What one render gave. No stretch is empty, and no two neighbours are alike.
 struct rendered {
-    std::string       text;
-    std::vector<bool> is_input;
+    std::string          text;
+    std::vector<stretch> stretches;
 };
 
 // One call of llama-common under limits, on the thread that arms it. Past a limit every guarded step throws, whatever
@@ -80,6 +88,13 @@ public:
     // What llama-common would have printed.
     const std::vector<std::string> & notes() const { return notes_; }
 
+    // What is known from earlier calls: analyses, which grow, and whether the caller has what follows from a text that
+    // begins a reply. If it has, the call ends with `enough`.
+    void know(analyses & found, std::function<bool(const std::string &)> has_rest);
+    analyses *      known_analyses() const { return analyses_; }
+    const prompts & prompted() const { return prompts_; }
+    void            prompt(const std::string & prompt, const std::string & generation_prompt);
+
     void step();
     void enter() { step(); node_bytes_ = 0; }
     void charge(size_t n_bytes);  // bytes of values that may stay
@@ -88,6 +103,10 @@ public:
     void count_range(int64_t n);
     [[noreturn]] void give_up(const std::string & limit);
     void begin_render();
+    // The same, where it may have been done before: what of the input is still to be loaded.
+    const common_json & begin_render(const jinja::program & program, const common_json & input, bool mark_input);
+    value execute(jinja::context & ctx, const jinja::program & program);
+    void end_render(const value & text);
     void hold(const value & v);
     void keep(const jinja::string & text);
     void note(std::string text);
@@ -98,6 +117,12 @@ public:
 
 private:
     void let_go();
+
+    analyses *                               analyses_ = nullptr;
+    std::function<bool(const std::string &)> has_rest_;
+    prompts                                  prompts_;
+    last_render                              last_;
+    last_render::next                        next_ = last_render::next::anew;
 
     std::vector<std::string> variables_; // names that the caller gave values for
     std::string              broken_;
@@ -159,6 +184,20 @@ const jinja::string &    appended(const jinja::string & text);
 const std::string &      appended(const std::string & text);
 const jinja::func_args & tested(const std::string & name, const jinja::func_args & args);
 void                     weigh_membership(const value & needle, const value & haystack);
+// Functions by name. The engine copies all of them for each name that it meets: this is what it copies instead.
+template <class Functions>
+struct look {
+    const Functions & of;
+    auto find(const std::string & name) const { return of.find(name); }
+    auto end() const { return of.end(); }
+    auto & at(const std::string & name) const { return of.at(name); }
+};
+struct looking_t {};
+inline constexpr looking_t looking{};
+template <class Functions>
+look<Functions> operator->*(const Functions & of, looking_t) {
+    return {of};
+}
 
 // Of jinja/value.h and value.cpp.
 void          before_call(const std::string & name, const jinja::func_args & args);
@@ -190,11 +229,26 @@ inline int64_t operator%(checked_int a, checked_int b) {
 }
 
 // Of chat.cpp and caps.cpp.
-jinja::context & begun(jinja::context & ctx);
-void             loaded(jinja::context & ctx);
+jinja::context &    begun(jinja::context & ctx);
+const common_json & begun(const jinja::program & program, const common_json & input, bool mark_input);
+void                loaded(jinja::context & ctx);
+struct executing {
+    jinja::context &       ctx;
+    const jinja::program & program;
+};
+const jinja::program & no_program();
+value                  operator->*(const value & nothing, executing how);
 struct keeping_t {};
 inline constexpr keeping_t keeping{};
 std::shared_ptr<jinja::value_string_t> operator->*(std::shared_ptr<jinja::value_string_t> text, keeping_t);
+
+// Of the files that derive parsers: the prompts are final.
+struct after {};
+after prompted(const std::string & prompt, const std::string & generation_prompt);
+template <class T>
+T && operator->*(after, T && v) {
+    return std::forward<T>(v);
+}
 
 // Of json-schema-to-grammar.cpp, which prints.
 void note(const char * format, ...)
@@ -241,6 +295,13 @@ void note(const char * format, ...)
 #    define append(text)               append(chat_guard::appended(text))
 #    define second(args)               second(chat_guard::tested(test_name, args))
 #    define test_is_in()               (chat_guard::weigh_membership(left_val, right_val), test_is_in())
+#    define global_builtins()          (global_builtins() ->* chat_guard::looking)
+#    define get_builtins()             get_builtins() ->* chat_guard::looking
+// A copy of all variables for each item of a loop, of use only where the items are chosen by a test.
+#    define loop_scope(all)                       \
+        *all_of_loop = &all;                       \
+        std::optional<context> chosen_by;          \
+        context & loop_scope = select_expr != nullptr ? chosen_by.emplace(*all_of_loop) : *all_of_loop
 #    define execute_impl(ctx)          CHAT_GUARD_EXECUTE_##ctx)
 #    define CHAT_GUARD_EXECUTE_context execute_impl(context
 #    define CHAT_GUARD_EXECUTE_ctx     execute_impl(chat_guard::entered(ctx)) ->* chat_guard::leaving({this}
@@ -262,11 +323,34 @@ void note(const char * format, ...)
 #    define CHAT_GUARD_USED_const_cast   mark_used(const_cast
 #    define CHAT_GUARD_USED_item         mark_used(chat_guard::stepping * item
 #    define CHAT_GUARD_USED_pair         mark_used(chat_guard::stepping * pair
-#elif defined(CHAT_GUARD_CHAT)
+#elif defined(CHAT_GUARD_CAPS)
 #    include "jinja/caps.h"
 #    define gather_string_parts(result)  gather_string_parts(result) ->* chat_guard::keeping
 #    define global_from_json(ctx, ...) \
         global_from_json(chat_guard::begun(ctx), __VA_ARGS__), chat_guard::loaded(ctx)
+#elif defined(CHAT_GUARD_CHAT)
+#    include "jinja/caps.h"
+#    include "chat-auto-parser.h"
+#    define gather_string_parts(result)  gather_string_parts(result) ->* chat_guard::keeping
+#    define global_from_json(ctx, input, mark) \
+        global_from_json(ctx, chat_guard::begun(tmpl.prog, input, mark), mark), chat_guard::loaded(ctx)
+#    define execute(program)             execute(chat_guard::no_program()) ->* chat_guard::executing{ctx, program}
+#    define analyze_template(tmpl)       analysis_complete, chat_guard::analyse(autoparser, tmpl)
+namespace chat_guard {
+void analyse(autoparser::autoparser & analysis, const common_chat_template & tmpl);
+}
+#elif defined(CHAT_GUARD_PARSER)
+#    include "chat-peg-parser.h"
+#    define build_chat_peg_parser \
+        chat_guard::prompted(data.prompt, data.generation_prompt) ->* build_chat_peg_parser
+#elif defined(CHAT_GUARD_DERIVED)
+#    include "chat-auto-parser.h"
+#    define build_parser(...)            CHAT_GUARD_BUILD_##__VA_ARGS__)
+#    define CHAT_GUARD_BUILD_const       build_parser(const
+#    define CHAT_GUARD_BUILD_ctx         build_parser(ctx
+#    define CHAT_GUARD_BUILD_inputs \
+        build_parser(chat_guard::prompted(data.prompt, data.generation_prompt) ->* inputs
+#    define CHAT_GUARD_BUILD_parser_build_context build_parser(parser_build_context
 #elif defined(CHAT_GUARD_PEG)
 #    include "peg-parser.h"
 #    include "json-schema-to-grammar.h"

@@ -445,6 +445,92 @@ static lcs_string * parse(const char * syntax, const char * text, bool partial) 
     return json;
 }
 
+/* What a template rendered before changes nothing: the same as a new one gives, refusals with their words included. */
+static void check_as_anew(lcs_chat_template * tmpl, const char * source, const char * request, size_t n) {
+    lcs_chat_template * anew = NULL;
+    CHECK_OK(lcs_chat_template_init(NULL, source, strlen(source), &anew));
+    lcs_string *     expected = NULL;
+    lcs_string *     found = NULL;
+    char             words[512];
+    const lcs_status status = lcs_chat_template_render(anew, request, n, &expected);
+    snprintf(words, sizeof words, "%s", status == LCS_STATUS_OK ? "" : last_message());
+    CHECK_STATUS(lcs_chat_template_render(tmpl, request, n, &found), status);
+    if (status == LCS_STATUS_OK) {
+        CHECK(lcs_string_bytes(found) == lcs_string_bytes(expected));
+        CHECK(memcmp(lcs_string_data(found), lcs_string_data(expected), lcs_string_bytes(found)) == 0);
+    } else {
+        CHECK(strcmp(last_message(), words) == 0);
+    }
+    lcs_string_free(found);
+    lcs_string_free(expected);
+    lcs_chat_template_free(anew);
+}
+
+#define SAY(role, text) "{\"role\":\"" role "\",\"content\":\"" text "\"}"
+
+static void test_a_conversation_that_goes_on_is_read_as_if_it_were_new(void) {
+    static const char * sources[] = {
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.name }}{% endfor %}{{ x }}"
+            "{% if add_generation_prompt %}<assistant>{{ messages|length }}{% endif %}",
+            /* The head asks for what the tail sets, the tail changes what the head made, or has calls. */
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}{% set ns.n = 100 %}{% endif %}{{ ns.n }}",
+            "{% macro end() %}{{ 'go' if add_generation_prompt else 'stop' }}{% endmacro %}"
+            "{% for m in messages %}{{ m.content }}{% endfor %}{{ end() }}",
+            "{% set said = [] %}{% for m in messages %}{% set _ = said.append(m.content) %}{% endfor %}"
+            "{% if add_generation_prompt %}{% set _ = said.append('me') %}{% endif %}{{ said|join(',') }}",
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% set x = add_generation_prompt %}{{ x is defined }}"
+            "{{ x }}",
+            "{% for m in messages %}{{ m.content }}{% if loop.last and add_generation_prompt %}!{% endif %}"
+            "{% endfor %}",
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            /* Only the render that is not the prompt raises. */
+            "{{ messages[0].content }}{% if add_generation_prompt is not defined and messages[1] is defined %}"
+            "{{ 1 + messages }}{% endif %}",
+    };
+    static const char * requests[] = {
+            "{\"messages\":[" SAY("user", "a") "]}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("assistant", "b \\\" ] } [ {") "," SAY("user", "c") "]}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("assistant", "b \\\" ] } [ {") "," SAY("user", "d") "]}",
+            "{\"messages\":[" SAY("user", "a") " ,\n " SAY("assistant", "b \\\" ] } [ {") "]}",
+            "{\"messages\":[" SAY("user", "a") " ,\n " SAY("assistant", "b \\\" ] } [ {") " ]}",
+            "{\"messages\":[" SAY("user", "a") "]}",
+            "{\"messages\":[" SAY("user", "a") ",]}",
+            "{\"messages\":[" SAY("user", "a") ",,]}",
+            "{\"messages\":[" SAY("user", "a") SAY("user", "b") "]}",
+            "{\"messages\":[" SAY("user", "a") ",5]}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("", "b") "]}",
+            "{\"messages\":[" SAY("user", "a")
+            ",{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"z\"}]}]}",
+            "{\"messages\":[" SAY("user", "a") ",{\"role\":\"user\",\"content\":\"\xC3\"}]}",
+            "{\"messages\":[" SAY("user", "a") ",{\"role\":\"user\",\"content\":\"\xC3\xA9\"}]}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "b") "",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "b") "]",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "b") "}}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "b") "],\"add_generation_prompt\":false}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "c") "],\"add_generation_prompt\":false}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "c") "],\"kwargs\":{\"x\":1}}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "d") "],\"kwargs\":{\"x\":1}}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "d") "],\"kwargs\":{\"x\":2}}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "d") "],\"no\":{\"x\":2}}",
+            "{\"messages\":[" SAY("user", "a") "],\"messages\":[" SAY("user", "z") "]}",
+            "{\"messages\":[" SAY("user", "a") "," SAY("user", "y") "],\"messages\":[" SAY("user", "z") "]}",
+            "{\"messages\":[" SAY("user", "y") "],\"\\u006dessages\":[" SAY("user", "z") "]}",
+            "{\"messages\":[" SAY("user", "y") "," SAY("user", "x") "],\"\\u006dessages\":[" SAY("user", "z") "]}",
+            " { \"messages\" : [ ] } ", " { \"messages\" : [ " SAY("user", "v") "] } ",
+            "{\"kwargs\":{\"x\":1},\"messages\":[" SAY("user", "a") "]}",
+            "{\"kwargs\":{\"x\":1},\"messages\":[" SAY("user", "a") "," SAY("user", "b") "]}",
+    };
+    for (size_t i = 0; i < sizeof sources / sizeof sources[0]; ++i) {
+        lcs_chat_template * tmpl = NULL;
+        CHECK_OK(lcs_chat_template_init(NULL, sources[i], strlen(sources[i]), &tmpl));
+        for (size_t k = 0; k < sizeof requests / sizeof requests[0]; ++k) {
+            check_as_anew(tmpl, sources[i], requests[k], strlen(requests[k]));
+        }
+        lcs_chat_template_free(tmpl);
+    }
+}
+
 static char * weather_syntax(const char * file) {
     char                request[2048];
     lcs_chat_template * tmpl = compile_file(file);
@@ -1135,6 +1221,7 @@ int main(int argc, char ** argv) {
     test_special_tokens_of_the_template_stay_template();
     test_marks_survive_what_a_template_does_with_a_text();
     test_the_same_request_gives_the_same_render();
+    test_a_conversation_that_goes_on_is_read_as_if_it_were_new();
     test_tools_give_a_grammar_and_triggers();
     test_replies_with_tool_calls_are_parsed_whole_and_at_every_byte();
     test_replies_that_do_not_fit_are_refused();
