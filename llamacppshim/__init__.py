@@ -75,10 +75,11 @@ from llamacppshim.errors import (
 from llamacppshim.folders import read_folder
 from llamacppshim.header import GgufHeader, read_gguf_header
 from llamacppshim.machine import machine_budget
+from llamacppshim.manager import SessionManager
 from llamacppshim.manifest import ContextManifest, Identity, SegmentRecord
 from llamacppshim.memory import Fit, MemoryEstimate, estimate_memory, largest_context
 from llamacppshim.profile import Profile, PromptConfig, ToolsConfig
-from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
+from llamacppshim.report import ContextReport, ManagerReport, PrefixStatus, ResidentSession, SuffixStatus, Work
 from llamacppshim.reuse import ReusePlan
 from llamacppshim.runtime import Runtime
 from llamacppshim.session import Session
@@ -126,6 +127,7 @@ __all__ = [
     "LlamaCppShimError",
     "LoadCancelledError",
     "LogitsView",
+    "ManagerReport",
     "ManifestMismatchError",
     "MemoryEstimate",
     "Model",
@@ -140,6 +142,7 @@ __all__ = [
     "PromptConfig",
     "Rendered",
     "Reply",
+    "ResidentSession",
     "ReusePlan",
     "Runtime",
     "RuntimeConfig",
@@ -149,6 +152,7 @@ __all__ = [
     "Session",
     "SessionClosedError",
     "SessionFatalError",
+    "SessionManager",
     "SessionUnavailableError",
     "Snapshot",
     "SnapshotCorruptError",

@@ -27,8 +27,11 @@ _BLOCKS = {
     **{"f32": (4, 1), "f16": (2, 1), "bf16": (2, 1), "q8_0": (34, 32), "q5_1": (24, 32), "q5_0": (22, 32)},
     **{"q4_1": (20, 32), "q4_0": (18, 32), "iq4_nl": (18, 32)},
 }
-# Of a saved sequence, for each cell: its position and its sequences.
+# Of a saved sequence: for each cell its position and its sequences, for each token the token and its text; and the
+# answer in hand, with its settings and the state of its random numbers.
 _SAVED_CELL_BYTES = 12
+_SAVED_TOKEN_BYTES = 12
+_SAVED_ANSWER_BYTES = 32 << 10
 # What llama.cpp does not count, as measured on the real models: handles, scheduler and pools; for each token its text,
 # its place in the tokenizer's tables, and (BPE) its merge; for each cell its position and sequences.
 _BASE_BYTES = 8 << 20
@@ -337,7 +340,7 @@ class _Cells:
             (self._cell_bytes(layer) + _SAVED_CELL_BYTES) * self._cells_of(layer) for layer in own if layer.n_embd_k
         )
         row = 4 * header.n_vocab
-        self.sequence_bytes = per_sequence + state + row
+        self.sequence_bytes = per_sequence + state + row + _SAVED_TOKEN_BYTES * self.n_seq + _SAVED_ANSWER_BYTES
         windowed = sum(self._cell_bytes(layer) * self.n_window for layer in own if layer.windowed)
         uncut = 0 if header.memory_kind == "attention" or config.swa_full else windowed + state
         self.checkpoint_bytes = config.n_seq_max * min(config.checkpoint_bytes, config.max_checkpoints * (uncut + row))

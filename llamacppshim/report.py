@@ -116,3 +116,75 @@ class ContextReport(msgspec.Struct, frozen=True, kw_only=True):
             f"{work.checkpoints_evicted} evicted, {work.checkpoints_too_large} too large"
         )
         return "\n".join(lines)
+
+
+class ResidentSession(msgspec.Struct, frozen=True, kw_only=True):
+    """One of a manager's sessions. ``changing``: it is being opened or evicted."""
+
+    model: str
+    workspace: str
+    session_id: str | None
+    state: Literal["owned", "idle", "changing"]
+    idle_s: float
+    resident_tokens: int
+    context_bytes: int
+    checkpoint_bytes: int
+
+
+class ManagerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a manager holds, and what it has done. ``str()`` of it is meant to be read.
+
+    Attributes
+    ----------
+    resident_bytes
+        What counts against ``budget_bytes``: the three that follow.
+    checkpoint_bytes
+        Held by idle sessions, and set aside for owned ones, up to what theirs may grow to.
+    snapshot_bytes
+        Set aside for the largest snapshot that parking one of the sessions makes; 0 without a store.
+    hits, misses
+        Requests that found their session resident; that had to open one.
+    restored
+        Of the misses: those that went on from what was parked under their key.
+    parked, dropped, fatal
+        Evictions: kept in the store; not kept; of sessions that were unusable. ``dropped`` counts those that failed to
+        be parked too; ``park_failures`` says how many, ``last_failure`` why.
+    waits, timeouts
+        Requests that had to wait; that gave up.
+    """
+
+    budget_bytes: int
+    resident_bytes: int
+    context_bytes: int
+    checkpoint_bytes: int
+    snapshot_bytes: int
+    models: tuple[str, ...]
+    sessions: tuple[ResidentSession, ...]
+    hits: int = 0
+    misses: int = 0
+    restored: int = 0
+    parked: int = 0
+    dropped: int = 0
+    fatal: int = 0
+    park_failures: int = 0
+    last_failure: str = ""
+    waits: int = 0
+    timeouts: int = 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"budget     {self.resident_bytes:,} of {self.budget_bytes:,} bytes: contexts {self.context_bytes:,}, "
+            f"checkpoints {self.checkpoint_bytes:,}, a snapshot {self.snapshot_bytes:,}",
+            f"requests   {self.hits:,} found their session, {self.misses:,} opened one, {self.restored:,} of them from "
+            f"the store; {self.waits:,} waited, {self.timeouts:,} in vain",
+            f"evicted    {self.parked:,} parked, {self.dropped:,} dropped, {self.fatal:,} unusable"
+            + (f"; {self.park_failures:,} failed to be parked: {self.last_failure}" if self.park_failures else ""),
+            f"models     {', '.join(self.models) or 'none'}",
+        ]
+        for one in self.sessions:
+            name = one.workspace + ("" if one.session_id is None else f" #{one.session_id}")
+            lines.append(
+                f"session    {one.state:<8} {one.resident_tokens:>7,} tokens "
+                f"{one.context_bytes + one.checkpoint_bytes:>14,} bytes  idle {one.idle_s:,.0f} s  {one.model} {name}"
+            )
+        return "\n".join(lines)

@@ -360,6 +360,11 @@ class Runtime:
             self.context.seq_rm(seq_id, -1, -1)
 
     @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Those that are open, in no order."""
+        return tuple(one for one in list(self._sessions) if not one.closed)
+
+    @property
     def n_sessions(self) -> int:
         """How many sequences are taken."""
         return len(self._sequences)
@@ -658,7 +663,7 @@ class Runtime:
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or sys.is_finalizing() or os.getpid() != self._pid:
             return
-        warnings.warn(f"a runtime of {self.model.name} was not closed", ResourceWarning, source=self, stacklevel=2)
+        warnings.warn(f"a runtime of {self.model_name} was not closed", ResourceWarning, source=self, stacklevel=2)
 
     def __reduce__(self) -> Any:
         raise TypeError("a runtime cannot be pickled or copied")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import contextvars
+import functools
 import os
 import sys
 import threading
@@ -327,7 +329,9 @@ class Session:
 
         chunks = self.decode(config, **overrides)
         while True:
-            step = asyncio.ensure_future(asyncio.to_thread(next, chunks, None))
+            # No task: the end of the loop cancels tasks one by one, this one too, while its thread goes on.
+            within = functools.partial(contextvars.copy_context().run, next, chunks, None)
+            step = asyncio.get_running_loop().run_in_executor(None, within)
             try:
                 chunk = await asyncio.shield(step)
             except asyncio.CancelledError:
@@ -687,16 +691,19 @@ class Session:
         if park and self._state == "open":
             self.park()
         call = _Call(sys._getframe())
-        while (other := self._enter(call)) is not None:
-            if other.thread == call.thread:
-                raise BusyError("the session cannot be closed from inside one of its calls")
-            self._closing = True
-            self.cancel()
-            time.sleep(POLL_S)
         try:
+            while (other := self._enter(call)) is not None:
+                if other.thread == call.thread:
+                    raise BusyError("the session cannot be closed from inside one of its calls")
+                self._closing = True
+                self.cancel()
+                time.sleep(POLL_S)
             self._end("closed")
         finally:
-            self._inside = None
+            self._closing = False
+            if self._inside is call:
+                self._inside = None
+            del call  # it holds this frame, which would hold it
 
     def __enter__(self) -> Session:
         self._require_open()
@@ -754,6 +761,8 @@ class Session:
     def _entered(self, timeout_s: float | None, call: _Call) -> Iterator[ResidentSequence]:
         self._require_open()
         require_timeout(timeout_s)
+        if self._closing:  # else a close would wait for as long as others come
+            raise SessionClosedError
         try:
             if (other := self._enter(call)) is not None:
                 if self._closing:

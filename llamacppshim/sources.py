@@ -286,7 +286,7 @@ def _check_digest(file: IO[bytes], digest: str, what: str = "") -> None:
         raise _Refused(f"{what}damaged: its SHA-256 is {computed}, expected {digest}")
 
 
-def _part_names(name: str) -> Iterator[str]:
+def part_names(name: str) -> Iterator[str]:
     """The file's name, or those of all parts where it is the first part of a split model."""
     split = _SPLIT.fullmatch(name)
     if split is None or int(split[3]) == 0:
@@ -306,7 +306,7 @@ def _checked_path(given: str) -> Path:
         # llama.cpp finds the other parts by the first one's name, which a link may lack.
         target = Path(os.path.realpath(given))
         path = target if _SPLIT.fullmatch(target.name) else path
-    for name in _part_names(path.name):
+    for name in part_names(path.name):
         what = "" if name == path.name else f"part {name}: "
         with _open(path.with_name(name) if name != path.name else path, what) as file:
             _check_gguf(file, what)
@@ -314,7 +314,7 @@ def _checked_path(given: str) -> Path:
 
 
 def _size_of(path: Path) -> int:
-    return sum(os.stat(path.with_name(name)).st_size for name in _part_names(path.name))
+    return sum(os.stat(path.with_name(name)).st_size for name in part_names(path.name))
 
 
 def _some(names: Iterable[str]) -> str:
@@ -645,7 +645,7 @@ def _downloaded(hub: ModuleType, repo: str, file: str, progress: Progress | None
         folder, name = os.path.split(file)
         paths = [
             hub.hf_hub_download(repo, os.path.join(folder, part), tqdm_class=_bar(progress, told))
-            for part in _part_names(name)
+            for part in part_names(name)
         ]
     except _Refused:
         raise

@@ -411,8 +411,7 @@ yarn_orig_ctx
             return
         ctx = self.enter()
         self._ctx = NULL
-        self._busy = False
-        open_contexts.discard(self)
+        self._busy = False  # no Python from here on: an interrupt would leave the memory with nobody
         if self._exports > 0:
             self._deferred = ctx
         else:

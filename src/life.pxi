@@ -95,7 +95,7 @@ cdef extern from "Python.h":
 cdef unsigned long main_thread = threading.main_thread().ident
 cdef bint exiting = False
 cdef int threads_inside = 0   # counted with the GIL held
-cdef object open_contexts = weakref.WeakSet()
+cdef object open_contexts = weakref.WeakSet()  # and those that were closed, until they are gone
 
 
 def _after_fork():

@@ -42,8 +42,9 @@ PURE = {
     "snapshot": {"errors", "config", "files", "answer", "manifest", "checkpoints", "ledger"},
     "store": {"errors", "files", "manifest", "ledger", "reuse", "snapshot"},
 }
-BELOW_RUNTIME = {*PURE, "_native", "header", "machine"}
+BELOW_RUNTIME = {*PURE, "_native", "header", "machine", "terminal"}
 LIVE = {
+    "terminal": set(),
     "machine": {"_native"},
     "header": {"errors", "config", "reuse", "sources", "_native"},
     "sequence": BELOW_RUNTIME,
@@ -57,28 +58,15 @@ LIVE = {
     "branch": BELOW_RUNTIME | {"runtime", "session", "generate"},
     "chat": BELOW_RUNTIME | {"sequence", "runtime"},
     "demo": BELOW_RUNTIME | {"runtime", "session", "chat", "__init__"},
-    "manager": BELOW_RUNTIME | {"runtime", "session", "branch", "chat"},
+    "leases": BELOW_RUNTIME,
+    "manager": BELOW_RUNTIME | {"runtime", "leases"},
     "conversation": BELOW_RUNTIME | {"sequence", "runtime", "session", "chat"},
-    "chat_cli": BELOW_RUNTIME | {"runtime", "demo", "conversation", "fit_cli", "terminal"},
-    "terminal": set(),
+    "chat_cli": BELOW_RUNTIME | {"runtime", "demo", "conversation", "fit_cli"},
     "tuning": BELOW_RUNTIME,
     "fit_cli": BELOW_RUNTIME | {"demo"},
     "profile_cli": BELOW_RUNTIME | {"runtime", "demo", "tuning"},
     "snapshot_cli": BELOW_RUNTIME | {"runtime", "demo"},
-    "cli": BELOW_RUNTIME
-    | {
-        "runtime",
-        "session",
-        "branch",
-        "chat",
-        "manager",
-        "demo",
-        "chat_cli",
-        "profile_cli",
-        "snapshot_cli",
-        "fit_cli",
-        "__init__",
-    },
+    "cli": BELOW_RUNTIME | {"demo", "chat_cli", "profile_cli", "snapshot_cli", "fit_cli"},
     "__main__": {"__init__", "cli"},
 }
 ALLOWED = {**PURE, **LIVE}

@@ -144,7 +144,8 @@ def test_the_parts_follow_from_the_shapes(tiny_models: dict[str, Path]) -> None:
     estimate = estimate_memory(header, config)
     assert estimate.kv_layers == (windowed, full, windowed, full)
     assert estimate.checkpoints == 16 * (2 * windowed + 4 * header.n_vocab)
-    assert estimate.snapshot == 2 * (full + windowed) + 12 * 2 * (2048 + 256) + 4 * header.n_vocab
+    saved = 2 * (full + windowed) + 12 * 2 * (2048 + 256) + 4 * header.n_vocab  # cells and the last row
+    assert estimate.snapshot == saved + 12 * 2048 + (32 << 10)  # tokens, and the answer in hand
     assert estimate_memory(header, config, swa_full=True).kv_layers == (full,) * 4
     assert estimate_memory(header, config, n_seq_max=2).kv_layers == (2 * windowed, full, 2 * windowed, full)
     assert estimate_memory(header, config, checkpoint_bytes=1000).checkpoints == 1000

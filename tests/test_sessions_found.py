@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from llamacppshim.errors import (
     InvalidArgumentError,
     ManifestMismatchError,
     OutOfRangeError,
+    SessionClosedError,
     SnapshotCorruptError,
     SnapshotError,
 )
@@ -456,3 +460,44 @@ def test_sessions_of_a_runtime_that_is_being_closed_are_closed(models: dict[str,
         for session in made:
             session.close()
         assert repr(runtime) == "<Runtime closed>"
+
+
+def test_a_close_does_not_wait_for_calls_that_come_after_it(loaded: dict[str, Model]) -> None:
+    with open_runtime(loaded, "swa") as runtime:
+        session = runtime.session()
+        began, n_after = threading.Event(), 0
+
+        def busy() -> None:
+            nonlocal n_after
+            n = 0
+            while True:
+                n_after += session._closing
+                with contextlib.suppress(DecodeAbortedError):
+                    try:
+                        session.ensure_prefix(some_tokens(400, seed=n))
+                    except SessionClosedError:
+                        return
+                n += 1
+                began.set()
+
+        owner = threading.Thread(target=busy)
+        owner.start()
+        began.wait()
+        session.close()
+        owner.join()
+        # The call that is inside is cancelled, and perhaps one that came just before; no later one gets in.
+        assert n_after <= 2
+
+
+def test_a_closed_session_is_gone_with_its_last_reference(loaded: dict[str, Model]) -> None:
+    with open_runtime(loaded, "attention") as runtime:
+        session = runtime.session()
+        session.ensure_prefix(some_tokens(20))
+        session.close()
+        known = weakref.ref(session)
+        gc.disable()
+        try:
+            del session
+            assert known() is None
+        finally:
+            gc.enable()
