@@ -14,9 +14,9 @@ except ImportError:
     sys.exit("llamacppshim: the command line needs its extra: pip install 'llamacppshim[cli]'")
 
 from llamacppshim import profile_cli, snapshot_cli
-from llamacppshim.demo import say
 from llamacppshim.errors import LlamaCppShimError
 from llamacppshim.sources import FORMS, list_models, ollama_stores
+from llamacppshim.terminal import say
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(profile_cli.app, name="profile")
@@ -50,6 +50,25 @@ def demo(
     from llamacppshim.demo import run
 
     run(rich.console.Console(), repo, model, json)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Option(metavar="SPEC", help=FORMS)] = "default",
+    repo: Annotated[Path | None, typer.Option(metavar="DIR", help="A folder of text files to talk about.")] = None,
+    ctx: Annotated[int | None, typer.Option(metavar="N", help="Cells of the context, in tokens.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Of one answer. [default: an eighth of the context]")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="0: always the same answer. [default: the profile's, else 0.7]")
+    ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Start afresh instead of going on.")] = False,
+) -> None:
+    """Talk with a model, over a folder if one is given. It is read once; the same command again goes on, warm."""
+    from llamacppshim.chat_cli import Options, run
+
+    raise typer.Exit(run(Options(model, repo, ctx, max_tokens, temperature, new)))
 
 
 @app.command()

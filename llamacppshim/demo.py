@@ -14,8 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from llamacppshim.errors import InternalError, InvalidArgumentError, Unsupported
 from llamacppshim.folders import GENERATED
 from llamacppshim.header import header_of
 from llamacppshim.sources import resolve_model
+from llamacppshim.terminal import Update, bar, say, seconds
 
 SCHEMA_VERSION = 1
 
@@ -69,8 +69,6 @@ QUESTIONS = (
     "Name one function in these files and say what it does.",
     "Which errors can it raise?",
 )
-
-Update = Callable[[int, int], None]
 
 
 @dataclass
@@ -354,27 +352,6 @@ def ask(console: Console, session: Session, tokens: list[int], question: str) ->
     return turn
 
 
-@contextlib.contextmanager
-def bar(console: Console, label: str, count: rich.progress.ProgressColumn) -> Iterator[Update]:
-    """A progress bar from the first update on, gone when the work is done. Nothing where no terminal is."""
-    columns = rich.progress.TextColumn("{task.description}"), rich.progress.BarColumn(), count
-    progress = rich.progress.Progress(*columns, console=console, transient=True)
-    task: rich.progress.TaskID | None = None
-
-    def update(done: int, total: int) -> None:
-        nonlocal task
-        if task is None:
-            progress.start()
-            task = progress.add_task(label, total=total)
-        progress.update(task, completed=done)
-
-    try:
-        yield update if console.is_terminal else lambda done, total: None
-    finally:
-        if task is not None:
-            progress.stop()
-
-
 def model_file(console: Console, name: str) -> Path:
     """The file that a model's name means; what of its entry is not used is said."""
     with bar(console, f"downloading {name}", rich.progress.DownloadColumn()) as update:
@@ -384,12 +361,6 @@ def model_file(console: Console, name: str) -> Path:
     if source.origin == "ollama":
         header_of(source)  # says what a load would not: that the file may be one for Ollama's own engine
     return source.path
-
-
-def say(console: Console, text: str, *, style: str | None = None, end: str = "\n") -> None:
-    """Text as it is. What could steer the terminal is shown as a replacement character."""
-    safe = "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text)
-    console.print(safe, style=style, end=end, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def say_prefix(console: Console, prefix: Prefix) -> None:
@@ -425,7 +396,3 @@ def say_restored(console: Console, warm: Turn, restored: Restored) -> None:
         f"together {restored.branch_tokens_per_s:.1f} tokens/s, each at most {BRANCH_TOKENS} tokens",
         style="dim",
     )
-
-
-def seconds(ms: float) -> str:
-    return f"{ms / 1e3:.1f} s" if ms >= 10_000 else f"{ms / 1e3:.2f} s"

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from llamacppshim._native import build_info
 from llamacppshim.config import RuntimeConfig, with_n_ctx
-from llamacppshim.demo import say
 from llamacppshim.errors import LlamaCppShimError, ModelLoadError, UnsupportedFeatureError
 from llamacppshim.facts import FileFacts
 from llamacppshim.header import GgufHeader, header_of
@@ -25,6 +24,7 @@ from llamacppshim.memory import (
     largest_context,
 )
 from llamacppshim.sources import FoundModel, ModelSource
+from llamacppshim.terminal import say
 
 COLOURS = {"good": "green", "tight": "yellow", "none": "red"}
 FIRST_ROW = 2048

@@ -12,10 +12,10 @@ import rich.table
 import typer
 
 from llamacppshim.config import RuntimeConfig
-from llamacppshim.demo import bar, say
 from llamacppshim.errors import InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.manifest import hash_bytes
 from llamacppshim.profile import PROFILE_NAME, Profile, PromptConfig
+from llamacppshim.terminal import bar, say
 
 app = typer.Typer(no_args_is_help=True, help="Profiles: how one model is run, in a file beside it.")
 

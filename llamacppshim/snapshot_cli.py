@@ -12,11 +12,12 @@ import rich.progress
 import rich.table
 import typer
 
-from llamacppshim.demo import bar, model_file, say
+from llamacppshim.demo import model_file
 from llamacppshim.errors import InvalidArgumentError, SnapshotError
 from llamacppshim.snapshot import Snapshot
 from llamacppshim.sources import FORMS
 from llamacppshim.store import SnapshotStore
+from llamacppshim.terminal import bar, say
 
 app = typer.Typer(no_args_is_help=True, help="Snapshots: what was read, kept in files.")
 

@@ -1,0 +1,209 @@
+"""Owns the file of a conversation: what it says, where it lies by default, and how it is replaced. Pure.
+
+It is JSON, whole or not there at all, and its owner's alone. The state that its tokens have cost to compute is a
+snapshot: at the default place an entry of a store, which the file names and a budget may have removed; elsewhere a file
+beside it. Without it the tokens are read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from llamacppshim.errors import InvalidArgumentError, SnapshotCorruptError, SnapshotError, SnapshotMismatchError
+from llamacppshim.files import locked, replaced
+from llamacppshim.manifest import hash_bytes
+from llamacppshim.models import cache_dir
+from llamacppshim.snapshot import Snapshot
+from llamacppshim.store import SUFFIX
+from llamacppshim.workspace import Files, Update, told
+
+FORMAT = "llamacppshim chat"
+VERSION = 1
+MAX_FILE_BYTES = 64 << 20
+MAX_NAME = 40
+#: Of the default folder: files, and bytes and age of the states beside them.
+MAX_FILES = 100
+STATE_BYTES = 4 << 30
+STATE_TTL_S = 30 * 86_400.0
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What was said, by whom; of an answer the tokens as generated, of a question what had changed before it."""
+
+    role: Literal["user", "assistant"]
+    content: str
+    reasoning: str = ""
+    tokens: tuple[int, ...] = ()
+    updates: tuple[Update, ...] = ()
+
+
+class BranchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A branch: the one it came from (None: the first), what was said, and what has changed since."""
+
+    name: str
+    parent: str | None
+    messages: tuple[Message, ...]
+    pending: tuple[Update, ...] = ()
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A conversation with all its branches.
+
+    ``files`` are those that it begins with, ``left_out`` the names of others that were there; ``state`` is the name of
+    a store's entry, where one was kept.
+    """
+
+    format: str
+    version: int
+    model: str
+    model_digest: str
+    folder: str | None
+    files: Files
+    left_out: tuple[str, ...]
+    branches: tuple[BranchRecord, ...]
+    current: str
+    state: str = ""
+
+
+class _Head(msgspec.Struct):
+    format: str
+    version: int
+
+
+def require_name(name: str) -> None:
+    """Of a branch, which stands in the prompt. Raises InvalidArgumentError where it is no word."""
+    if not name.isprintable() or len(name.split()) != 1 or len(name) > MAX_NAME:
+        raise InvalidArgumentError(f"a branch's name is one word of at most {MAX_NAME} characters", field="name")
+
+
+def home() -> Path:
+    """The folder of conversations, and of their states. Made, for its owner alone, where it is missing.
+
+    Raises SnapshotError where it cannot be made.
+    """
+    folder = cache_dir() / "chats"
+    with _told(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def place(model_digest: str, folder: str | None) -> Path:
+    """Where the last conversation of a model over a folder lies."""
+    return home() / f"{hash_bytes(model_digest.encode(), b' ', os.fsencode(folder or ''))[:32]}.json"
+
+
+def digest(path: Path) -> str | None:
+    """Of the file as it is; None where there is none. Raises SnapshotError where it cannot be read."""
+    with _told(path):
+        try:
+            return hash_bytes(path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+
+def load(path: Path) -> Record:
+    """A conversation, judged whole.
+
+    Raises
+    ------
+    SnapshotCorruptError   cut, damaged, or no conversation
+    SnapshotMismatchError  of another version (field "version")
+    SnapshotError          it cannot be read
+    """
+    with _told(path):
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise SnapshotError(f"{path}: not a regular file", path=str(path))
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise SnapshotCorruptError(f"{path}: over {MAX_FILE_BYTES:,} bytes, no conversation of ours", path=str(path))
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+        if head.format != FORMAT:
+            raise SnapshotCorruptError(f"{path}: no conversation of ours", path=str(path))
+        if head.version != VERSION:
+            raise SnapshotMismatchError(path=str(path), field="version", expected=VERSION, actual=head.version)
+        record = msgspec.json.decode(data, type=Record)
+        _judge(record)
+    except SnapshotError:
+        raise
+    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
+        raise SnapshotCorruptError(f"{path}: damaged, or no conversation: {error}", path=str(path)) from error
+    return record
+
+
+def state_beside(path: Path) -> Path:
+    """The snapshot of a conversation that is saved under a name of the user's."""
+    return path.with_name(path.name + SUFFIX)
+
+
+def save(path: Path, record: Record, snapshot: Snapshot | None) -> None:
+    """Replaces a conversation's file, and its snapshot beside it; any other file stays. Mode 0600.
+
+    Raises SnapshotError where there is another file, or one cannot be written; what was there is still there then.
+    """
+    with _told(path):
+        if path.exists():
+            load(path)
+        if snapshot is not None:
+            snapshot.save(state_beside(path))
+        with replaced(path) as file:
+            file.write(msgspec.json.encode(record))
+
+
+def keep(path: Path, record: Record, seen: str | None) -> Path | None:
+    """As `save`, at its default place, which several chats may have.
+
+    Parameters
+    ----------
+    seen
+        `digest` of the file that the conversation goes on from. What is there and is not that one, another chat's for
+        instance, is set aside under a name of its own, which is returned.
+    """
+    with _told(path), locked(path.with_name(".lock")):
+        aside: Path | None = None
+        found = digest(path)
+        if found is not None and found != seen:
+            aside = path.with_name(f"{path.stem}-{found[:8]}.json")
+            os.replace(path, aside)
+        with replaced(path) as file:
+            file.write(msgspec.json.encode(record))
+        files = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
+        for old in files[:-MAX_FILES]:
+            old.unlink(missing_ok=True)
+        return aside
+
+
+def _judge(record: Record) -> None:
+    """What types do not say. Raises ValueError or KeyError."""
+    told(record.files)
+    parents = {branch.name: branch.parent for branch in record.branches}
+    if len(parents) != len(record.branches) or record.current not in parents:
+        raise ValueError("its branches do not fit together")
+    for name in parents:
+        require_name(name)
+        above: str | None = name
+        for _ in parents:
+            above = above if above is None else parents[above]
+        if above is not None:
+            raise ValueError(f"its branch {name!a} comes from itself")
+    for branch in record.branches:
+        roles = [message.role for message in branch.messages]
+        if len(roles) % 2 or roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError(f"its branch {branch.name!a} is no questions with their answers")
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror or error}", path=str(path)) from error
