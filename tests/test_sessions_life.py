@@ -95,8 +95,8 @@ def test_ctrl_c_ends_a_prefill_and_the_session_goes_on(run_child: RunChild) -> N
                 session.ensure_prefix([400])
                 for delay in (0.001, 0.01, 0.03, 0.06):
                     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-                    timer.start()
                     try:
+                        timer.start()  # on a busy machine it may be over before this returns
                         session.ensure_prefix(tokens)
                         timer.join()
                         time.sleep(0.01)
