@@ -69,12 +69,7 @@ lcs_status lcs_adapter_meta_at(
         const lcs_adapter * adapter, int32_t i, const char ** key_out, const char ** value_out) {
     return lcs::guard([&] {
         lcs::require_alive(adapter, "adapter");
-        lcs::require(key_out, "key_out");
-        lcs::require(value_out, "value_out");
-        const auto & metadata = adapter->box->metadata;
-        lcs::require_range("i", i, 0, static_cast<int64_t>(metadata.size()) - 1);
-        *key_out = metadata[i].first.c_str();
-        *value_out = metadata[i].second.c_str();
+        lcs::give_meta(adapter->box->metadata, i, key_out, value_out);
     });
 }
 

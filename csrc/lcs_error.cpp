@@ -102,6 +102,14 @@ void give(std::string_view text, char * buf, size_t capacity, size_t * n_out) {
     }
 }
 
+void give_meta(const metadata_pairs & metadata, int32_t i, const char ** key_out, const char ** value_out) {
+    require(key_out, "key_out");
+    require(value_out, "value_out");
+    require_range("i", i, 0, static_cast<int64_t>(metadata.size()) - 1);
+    *key_out = metadata[i].first.c_str();
+    *value_out = metadata[i].second.c_str();
+}
+
 void require_finite(const char * what, double value, double low, double high) {
     if (!std::isfinite(value) || value < low || value > high) {
         std::ostringstream limits;

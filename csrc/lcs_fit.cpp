@@ -88,7 +88,11 @@ void require_kv_fits(const model_box & model, const llama_context_params & param
 
 void require_dry_run_fits(const model_box & model, const llama_context_params & params) {
     constexpr uint64_t CELL_BYTES = 128; // position, shift and sequences of a cell, in two caches at most
+    constexpr uint64_t MAX_CELLS = uint64_t{1} << 22; // more take seconds to list
     const cache_size   size = cache_size_of(model, params);
+    if (size.n_cells > MAX_CELLS) {
+        fail(LCS_STATUS_NOMEM, "a dry run lists at most " + std::to_string(MAX_CELLS) + " cells");
+    }
     require_available("the dry run", size.state_bytes + size.n_cells * CELL_BYTES, available_memory_bytes() / 2);
 }
 

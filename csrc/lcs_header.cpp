@@ -282,20 +282,35 @@ bool can_be_mapped(ggml_backend_buffer_type_t type) {
     return props.caps.buffer_from_host_ptr && type == ggml_backend_dev_buffer_type(device);
 }
 
-std::vector<lcs_memory_use> measure(lcs_header & header, const lcs_context_params & given) {
-    const model_box &          box = *header.box;
-    const llama_context_params params = judge_context(box, given);
-    require_dry_run_fits(box, params);
+llama_memory_breakdown dry_run(const model_box & box, const llama_context_params & params) {
     fault_point();
     const quiet_log      quiet;
     const trapped_aborts trapped(LCS_STATUS_INTERNAL);
     const std::unique_ptr<llama_context, llama_context_free> ctx(llama_init_from_model(box.model, params));
     if (ctx == nullptr) {
-        fail(LCS_STATUS_INTERNAL, log_last_line().empty() ? "llama.cpp refused the dry run" : log_last_line());
+        const std::string & log = log_last_line();
+        const bool          memory = log.find("alloc") != std::string::npos;
+        fail(memory ? LCS_STATUS_NOMEM : LCS_STATUS_INTERNAL, log.empty() ? "llama.cpp refused the dry run" : log);
     }
     fault_point();
+    return llama_get_memory_breakdown(ctx.get());
+}
+
+std::vector<lcs_memory_use> measure(lcs_header & header, const lcs_context_params & given) {
+    const model_box &          box = *header.box;
+    const llama_context_params params = judge_context(box, given);
+    require_dry_run_fits(box, params);
+    llama_memory_breakdown uses = dry_run(box, params);
+    if (params.n_ubatch < params.n_seq_max) {
+        // A dry run tells of the graph of one ubatch. One token for each sequence is more here, and is reserved too.
+        llama_context_params more = params;
+        more.n_ubatch = params.n_seq_max;
+        for (const auto & [type, use] : dry_run(box, more)) {
+            uses[type].compute = std::max(uses[type].compute, use.compute);
+        }
+    }
     std::vector<lcs_memory_use> found;
-    for (auto & [type, use] : llama_get_memory_breakdown(ctx.get())) {
+    for (const auto & [type, use] : uses) {
         const char * name = ggml_backend_buft_name(type);
         uint64_t     model = use.model;
         if (header.mapped && model > 0 && can_be_mapped(type)) {
@@ -394,12 +409,7 @@ lcs_status lcs_header_meta_at(
         const lcs_header * header, int32_t i, const char ** key_out, const char ** value_out) {
     return lcs::guard([&] {
         lcs::require_alive(header, "header");
-        lcs::require(key_out, "key_out");
-        lcs::require(value_out, "value_out");
-        const auto & metadata = header->box->metadata;
-        lcs::require_range("i", i, 0, static_cast<int64_t>(metadata.size()) - 1);
-        *key_out = metadata[i].first.c_str();
-        *value_out = metadata[i].second.c_str();
+        lcs::give_meta(header->box->metadata, i, key_out, value_out);
     });
 }
 

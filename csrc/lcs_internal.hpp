@@ -49,6 +49,10 @@ void require(const T * pointer, const char * what) {
     }
 }
 
+// Pair i of a file's metadata. ARG, RANGE.
+using metadata_pairs = std::vector<std::pair<std::string, std::string>>;
+void give_meta(const metadata_pairs & metadata, int32_t i, const char ** key_out, const char ** value_out);
+
 // error.cpp: a call begins with no error and no log line; the exception in flight becomes the thread's error.
 void       begin_call() noexcept;
 lcs_status end_call_failed() noexcept;
@@ -160,7 +164,7 @@ struct model_box {
     std::string         description;
     std::string         architecture;
     std::string         path;
-    std::vector<std::pair<std::string, std::string>> metadata;
+    metadata_pairs      metadata;
     lcs_vocab_specials  specials{};
     // vocab.cpp: what tokenising needs beyond llama.cpp's own tables. Set by read_specials().
     std::shared_ptr<const struct tokenizer> tokenizer;
@@ -180,7 +184,7 @@ struct model_box {
 struct adapter_box {
     std::shared_ptr<model_box> model;
     llama_adapter_lora *       adapter = nullptr;
-    std::vector<std::pair<std::string, std::string>> metadata;
+    metadata_pairs             metadata;
 
     adapter_box() = default;
     ~adapter_box();

@@ -324,12 +324,7 @@ int32_t lcs_model_meta_count(const lcs_model * model) {
 lcs_status lcs_model_meta_at(const lcs_model * model, int32_t i, const char ** key_out, const char ** value_out) {
     return lcs::guard([&] {
         lcs::require_alive(model, "model");
-        lcs::require(key_out, "key_out");
-        lcs::require(value_out, "value_out");
-        const auto & metadata = model->box->metadata;
-        lcs::require_range("i", i, 0, static_cast<int64_t>(metadata.size()) - 1);
-        *key_out = metadata[i].first.c_str();
-        *value_out = metadata[i].second.c_str();
+        lcs::give_meta(model->box->metadata, i, key_out, value_out);
     });
 }
 

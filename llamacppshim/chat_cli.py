@@ -61,10 +61,11 @@ def run(options: Options) -> int:
         raise InvalidArgumentError("there is no standard input")
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     folder = None if options.repo is None else os.fspath(options.repo.resolve())
-    found = {} if options.repo is None else workspace.read(options.repo)
     path = model_file(err, options.model)
+    with spinner(err, f"looking through {options.repo}"):
+        found = {} if options.repo is None else workspace.read(options.repo)
     header, budget_bytes = read_gguf_header(path), machine_budget()
-    store = SnapshotStore(history.home() / "states", max_bytes=history.STATE_BYTES, ttl_s=history.STATE_TTL_S)
+    store = _open_store(err)
     with _ended_by_signals(), contextlib.ExitStack() as stack:
         with spinner(err, f"opening {path.name}"):
             values = {} if options.n_ctx is None else {"n_ctx": options.n_ctx}
@@ -83,7 +84,16 @@ def run(options: Options) -> int:
         return 1 if chat.n_failed and not chat.interactive else 0
 
 
-def open_runtime(header: GgufHeader, store: SnapshotStore, **overrides: Any) -> Runtime:
+def _open_store(err: Console) -> SnapshotStore | None:
+    """Where states are kept; None where nothing can be written, which is no reason not to talk."""
+    try:
+        return SnapshotStore(history.make_home() / "states", max_bytes=history.STATE_BYTES, ttl_s=history.STATE_TTL_S)
+    except (LlamaCppShimError, OSError) as error:
+        say(err, f"this conversation cannot be kept: {error}", style="yellow")
+        return None
+
+
+def open_runtime(header: GgufHeader, store: SnapshotStore | None, **overrides: Any) -> Runtime:
     """By the profile beside the model, if that is for it. Raises as `Runtime.open` and `Runtime.from_profile`."""
     # The window that sequences share keeps what branches have in common: there a branch would soon find no room.
     n_seq_max = 1 if header.n_swa else N_SESSIONS
@@ -181,20 +191,27 @@ class Chat:
             line += "; left out, for want of room: " + _some(conversation.left_out)
         self.note(line)
 
-    def keep(self) -> None:
-        """Saves the conversation at its default place, where it has changed."""
+    def keep(self) -> bool:
+        """Saves the conversation at its default place, where it has changed; the text at least, if there is no room for
+        its state. Whether it is saved."""
         if not self.conversation.changed:
-            return
+            return True
         try:
-            record = self.conversation.record(self.conversation.store_state(replacing=self._state))
+            state = self.conversation.store_state(replacing=self._state)
+        except (LlamaCppShimError, OSError) as error:
+            self.warn(f"what was read could not be kept, and is read again the next time: {error}")
+            state = ""
+        try:
+            record = self.conversation.record(state)
             aside = history.keep(self._place, record, self._seen)
             self._seen, self._state = history.digest(self._place), record.state
-        except LlamaCppShimError as error:
+        except (LlamaCppShimError, OSError) as error:
             self.warn(f"the conversation could not be saved: {error}")
-            return
+            return False
         self.conversation.changed = False
         if aside is not None:
             self.note(f"what was saved there before is now {aside}: /load takes it")
+        return True
 
     # The loop.
 
@@ -389,8 +406,8 @@ class Chat:
     def save(self, argument: str) -> None:
         if not argument:
             self.conversation.changed = True
-            self.keep()
-            self.note(f"saved: {self._place}")
+            if self.keep():
+                self.note(f"saved: {self._place}")
             return
         path = Path(argument).expanduser()
         history.save(path, self.conversation.record(), self.conversation.snapshot())

@@ -16,7 +16,7 @@ except ImportError:
 from llamacppshim import profile_cli, snapshot_cli
 from llamacppshim.errors import LlamaCppShimError
 from llamacppshim.sources import FORMS, list_models, ollama_stores
-from llamacppshim.terminal import say
+from llamacppshim.terminal import printable, say
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(profile_cli.app, name="profile")
@@ -121,7 +121,7 @@ def main() -> None:
         message = f"the text is not UTF-8: {error.reason} at byte {error.start}"
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    print(f"llamacppshim: {message}", file=sys.stderr)
+    print("llamacppshim: " + printable(message).replace("\n", " "), file=sys.stderr)
     raise SystemExit(1)
 
 

@@ -74,11 +74,15 @@ def require_timeout(value: object) -> None:
 
 
 def _plain(config: msgspec.Struct) -> None:
-    """Numbers of numpy become Python's, whose files and digests they are to be part of."""
+    """Numbers are of the field's own type, not numpy's, nor an integer for a float: digests are to be those of what a
+    file gives back."""
     for name in config.__struct_fields__:
         value = getattr(config, name)
         if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
-            msgspec.structs.force_setattr(config, name, value.item())
+            value = value.item()
+            msgspec.structs.force_setattr(config, name, value)
+        if type(value) is int and "float" in config.__annotations__.get(name, "") and abs(value) <= _FLOAT_MAX:
+            msgspec.structs.force_setattr(config, name, float(value))
 
 
 def _choice(field: str, value: object, choices: Sequence[str]) -> None:

@@ -384,7 +384,8 @@ class Conversation:
         n_now = session.plan(tokens).reuse_tokens
 
         old, saved = (self.files, self.left_out), [(one, one.messages, one.pending) for one in self.branches.values()]
-        if self._tell_anew(found if only is None else _with(known, only, found)):
+        told = self._tell_anew(found if only is None else _with(known, only, found))
+        if told and (only is None or only in self.files or only not in found):
             anew = self._before_next()
             n_anew = session.plan(anew).reuse_tokens
             added_fits = len(tokens) + n_update + self.max_tokens <= self.runtime.n_ctx_seq
@@ -394,6 +395,13 @@ class Conversation:
         self.files, self.left_out = old
         for one, messages, pending in saved:
             one.messages, one.pending = messages, pending
+        if only is not None and len(tokens) + n_update > self.runtime.n_ctx_seq:
+            raise ContextOverflowError(
+                stage="suffix",
+                resident_tokens=len(tokens),
+                additional_tokens=n_update,
+                num_ctx=self.runtime.n_ctx_seq,
+            )
         branch.pending = [*kept, *updates]
         self.changed = True
         return Refreshed(names, n_update, n_now, len(tokens) - n_now, False)

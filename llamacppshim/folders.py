@@ -159,7 +159,8 @@ class _FolderReader:
             raise _SkippedError("its name is not a line of UTF-8")
         try:
             with open(self._root / name, "rb") as file:
-                data = file.read(self._max_bytes + 1)
+                # What has no size is empty, or one of the system's, which may be waited for for ever.
+                data = file.read(self._max_bytes + 1) if os.fstat(file.fileno()).st_size else b""
         except OSError as error:
             raise _SkippedError(_reason(error)) from None
         if not data:

@@ -69,9 +69,12 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
         Whether sessions can run it: it makes text, with a decoder alone.
     metadata
         Every scalar of the file, as text.
+    file
+        Size, time of change in ns, device and inode of the (first) file when it was read.
     """
 
     path: str
+    file: tuple[int, int, int, int]
     architecture: str
     tokenizer: str
     vocab_type: str
@@ -110,6 +113,9 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises ModelLoadError if the file is not what it was, and what `read_gguf_header` raises.
         """
+        if (file := _file_of(self.path)) is not None and file != self.file:
+            reason = "the file is not what it was when its header was read"
+            raise ModelLoadError(f"{self.path}: {reason}", path=self.path, reason=reason)
         load = {name: getattr(configs[0], name) for name in LOAD_FIELDS} if configs else {}
         contexts = [{name: getattr(config, name) for name in CONTEXT_FIELDS} for config in configs]
         _, uses = read_header(self.path, contexts, {**load, "load_mtp": load_mtp})
@@ -126,8 +132,17 @@ def read_gguf_header(path: str | bytes | os.PathLike[str]) -> GgufHeader:
     ------
     ModelLoadError  the file is missing, short, foreign, damaged, or of an architecture that llama.cpp does not know
     """
+    file = _file_of(path)
     facts, _ = read_header(path)
-    return msgspec.convert({"path": os.fsdecode(path), **facts}, GgufHeader)
+    return msgspec.convert({"path": os.fsdecode(path), "file": file, **facts}, GgufHeader)
+
+
+def _file_of(path: str | bytes | os.PathLike[str]) -> tuple[int, int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None  # which reading it will say better
+    return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
 
 
 def header_of(source: ModelSource) -> GgufHeader:

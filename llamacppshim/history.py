@@ -83,11 +83,13 @@ def require_name(name: str) -> None:
 
 
 def home() -> Path:
-    """The folder of conversations, and of their states. Made, for its owner alone, where it is missing.
+    """The folder of conversations, and of their states."""
+    return cache_dir() / "chats"
 
-    Raises SnapshotError where it cannot be made.
-    """
-    folder = cache_dir() / "chats"
+
+def make_home() -> Path:
+    """The same, made for its owner alone where it is missing. Raises SnapshotError where it cannot be made."""
+    folder = home()
     with _told(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -121,7 +123,7 @@ def load(path: Path) -> Record:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise SnapshotError(f"{path}: not a regular file", path=str(path))
         with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = file.read(MAX_FILE_BYTES + 1) if os.fstat(file.fileno()).st_size else b""
     if len(data) > MAX_FILE_BYTES:
         raise SnapshotCorruptError(f"{path}: over {MAX_FILE_BYTES:,} bytes, no conversation of ours", path=str(path))
     try:
@@ -167,6 +169,7 @@ def keep(path: Path, record: Record, seen: str | None) -> Path | None:
         `digest` of the file that the conversation goes on from. What is there and is not that one, another chat's for
         instance, is set aside under a name of its own, which is returned.
     """
+    make_home()
     with _told(path), locked(path.with_name(".lock")):
         aside: Path | None = None
         found = digest(path)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
-from llamacppshim._native import available_memory
+from llamacppshim._native import Model, available_memory
+from llamacppshim.config import RuntimeConfig
+from llamacppshim.errors import ModelLoadError, OutOfMemoryError
+from llamacppshim.header import read_gguf_header
+from llamacppshim.memory import TIGHT_SHARE, estimate_memory, judge_fit
 
 #: Left to the rest of the process and of the machine, in bytes.
 RESERVE_BYTES = 512 << 20
@@ -20,3 +25,22 @@ def machine_budget(reserve_bytes: int = RESERVE_BYTES) -> int:
     if available is None:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(0, available - reserve_bytes)
+
+
+def require_room(model: Model, config: RuntimeConfig, budget_bytes: int, *, counted: bool) -> None:
+    """Before a context of a loaded model is made; ``counted``: what its weights took is part of the need.
+
+    Raises OutOfMemoryError, with the numbers, where `estimate_memory` says ``none``.
+    """
+    with contextlib.suppress(ModelLoadError):  # the file is gone, or another; or an adapter is, as will be said
+        estimate = estimate_memory(read_gguf_header(model.path), config)
+        needed = estimate.total_bytes
+        if not counted:
+            needed -= estimate.weights_loaded + estimate.weights_repacked
+        if not judge_fit(needed, budget_bytes):
+            raise OutOfMemoryError(
+                f"{model.name} with n_ctx {config.n_ctx} needs {needed / 1e6:,.0f} MB, more than {TIGHT_SHARE:.0%} of "
+                f"the {budget_bytes / 1e6:,.0f} MB there are: a smaller n_ctx, or type_k and type_v of q8_0, need less",
+                needed_bytes=needed,
+                available_bytes=budget_bytes,
+            )

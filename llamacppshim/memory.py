@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from llamacppshim.config import RuntimeConfig, configured, with_n_ctx
-from llamacppshim.errors import InvalidArgumentError, LlamaCppShimError, OutOfMemoryError
+from llamacppshim.errors import InvalidArgumentError, LlamaCppShimError, ModelLoadError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from llamacppshim.header import GgufHeader, Layer, Use
@@ -38,6 +38,8 @@ _BASE_BYTES = 8 << 20
 _TOKEN_BYTES = {"bpe": 200}
 _OTHER_TOKEN_BYTES = 70
 _CELL_BYTES = 64
+# Each sequence's, of a context that stands for one that is too large even for a dry run.
+_MEASURED_CELLS = 1 << 14
 
 Verdict = Literal["good", "tight", "none"]
 
@@ -161,6 +163,7 @@ def estimate_memory(
     Raises
     ------
     InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError  what `Runtime.open` would raise for it
+    ModelLoadError  the file is not what it was when its header was read; or an adapter's is not there
     """
     wanted = with_n_ctx(configured(RuntimeConfig, config, overrides), header.n_ctx_train)
     found = _estimates(header, [wanted], prediction=prediction)[0]
@@ -175,7 +178,7 @@ def _estimates(
     """Of several configurations, whose weights lie in the same places."""
     found: list[MemoryEstimate | LlamaCppShimError] = []
     for config, use in zip(configs, header.measure(configs, load_mtp=prediction), strict=True):
-        if isinstance(use, OutOfMemoryError):  # not even the dry run has room: by the shape of the layers alone
+        if isinstance(use, OutOfMemoryError):  # not even the dry run has room
             found.append(estimate_of(header, config, _use_by_shape(header, config), prediction=prediction))
         elif isinstance(use, LlamaCppShimError):
             found.append(use)
@@ -193,14 +196,7 @@ def estimates_by_type(
     """
     sizes: Sequence[int | None] = n_ctx or [config.n_ctx] * len(types)
     configs = [
-        msgspec.structs.replace(
-            config,
-            n_ctx=n,
-            type_k=name,
-            type_v=name,
-            flash_attn="on" if _is_quantised(name) else config.flash_attn,
-        )
-        for name, n in zip(types, sizes, strict=True)
+        msgspec.structs.replace(config, n_ctx=n, type_k=name, type_v=name) for name, n in zip(types, sizes, strict=True)
     ]
     found: dict[str, MemoryEstimate | None] = {}
     for name, one in zip(types, _estimates(header, configs, prediction=False), strict=True):
@@ -214,7 +210,7 @@ def estimates_by_type(
 
 
 def largest_context(
-    header: GgufHeader, config: RuntimeConfig, budget_bytes: int, types: Sequence[str] = FIT_TYPES
+    header: GgufHeader, config: RuntimeConfig | None, budget_bytes: int, types: Sequence[str] = FIT_TYPES
 ) -> dict[str, int]:
     """For each type of K and V, the largest ``n_ctx`` up to the training length whose verdict is not ``none``; 0: none.
 
@@ -225,7 +221,7 @@ def largest_context(
     too_large = dict.fromkeys(types, most + 1)
     asked = dict.fromkeys(types, most)
     while asked:
-        found = estimates_by_type(header, config, list(asked), list(asked.values()))
+        found = estimates_by_type(header, config or RuntimeConfig(), list(asked), list(asked.values()))
         for name, one in found.items():
             n = asked.pop(name)
             if one is None:
@@ -243,24 +239,6 @@ def host_bytes(use: Use) -> dict[str, Mapping[str, int]]:
     return {
         name: one for name, one in use.items() if name.startswith("CPU") or name.endswith("_Host") or name == "output"
     }
-
-
-def require_fit(use: Use, budget_bytes: int, *, name: str, n_ctx: int, loaded: bool) -> None:
-    """Of a context that was just made; ``loaded``: its model was there before, and its own memory is no news.
-
-    Raises OutOfMemoryError with the numbers.
-    """
-    needed = sum(
-        one["context"] + one["compute"] + (0 if loaded and not buffer.endswith("_Mapped") else one["model"])
-        for buffer, one in host_bytes(use).items()
-    )
-    if not judge_fit(needed, budget_bytes):
-        raise OutOfMemoryError(
-            f"{name} with n_ctx {n_ctx} needs {needed / 1e6:,.0f} MB, more than {TIGHT_SHARE:.0%} of the "
-            f"{budget_bytes / 1e6:,.0f} MB there are: a smaller n_ctx or type_k and type_v of q8_0 need less",
-            needed_bytes=needed,
-            available_bytes=budget_bytes,
-        )
 
 
 def estimate_of(header: GgufHeader, config: RuntimeConfig, use: Use, *, prediction: bool = False) -> MemoryEstimate:
@@ -298,13 +276,19 @@ def estimate_of(header: GgufHeader, config: RuntimeConfig, use: Use, *, predicti
 
 
 def _use_by_shape(header: GgufHeader, config: RuntimeConfig) -> Use:
-    """The least that it would be."""
+    """The cache by the shape of its layers; what follows from it as much larger than that of a context that can be
+    measured as the context is.
+    """
     cells = _Cells(header, config)
-    return {
-        "CPU_Mapped" if config.use_mmap else "CPU_Host": {"model": header.n_bytes, "context": 0, "compute": 0},
-        "CPU": {"model": 0, "context": sum(cells.kv_layers) + cells.state_bytes, "compute": 0},
-        "output": {"model": 0, "context": 0, "compute": 4 * header.n_vocab * config.n_seq_max},
-    }
+    small = msgspec.structs.replace(config, n_ctx=_MEASURED_CELLS * config.n_seq_max)
+    (use,) = header.measure([small])
+    if isinstance(use, LlamaCppShimError):
+        raise use
+    n_times = cells.n_cells / _Cells(header, small).n_cells
+    found = {name: {**one, "context": 0, "compute": round(one["compute"] * n_times)} for name, one in use.items()}
+    found["output"] = use["output"]
+    found["CPU"] = {**found["CPU"], "context": sum(cells.kv_layers) + cells.state_bytes}
+    return found
 
 
 class _Cells:
@@ -374,5 +358,6 @@ def _padded(n: int) -> int:
 def _size_of(path: str | os.PathLike[str]) -> int:
     try:
         return os.stat(path).st_size
-    except OSError:
-        return 0
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ModelLoadError(f"{path}: {reason}", path=os.fspath(path), reason=reason) from None

@@ -33,9 +33,8 @@ from llamacppshim.errors import (
     UnsupportedFeatureError,
 )
 from llamacppshim.ledger import Tokens
-from llamacppshim.machine import machine_budget
+from llamacppshim.machine import machine_budget, require_room
 from llamacppshim.manifest import Identity, digest_of, hash_bytes
-from llamacppshim.memory import require_fit
 from llamacppshim.profile import Profile
 from llamacppshim.reuse import MemoryKind
 from llamacppshim.sequence import Cells, ResidentSequence, Stop
@@ -107,6 +106,8 @@ class Runtime:
         self._adapters: tuple[tuple[Adapter, float], ...] = ()
         self._adapter_digests: tuple[tuple[str, float], ...] = ()
         self._request = with_n_ctx(config, model.n_ctx_train)
+        if budget is not None:
+            require_room(model, self._request, budget, counted=owns_model)
         self.context = self._make_context()
         self.config = _resolved(self._request, self.context)
         self.memory_kind: MemoryKind = self.context.memory_kind
@@ -137,9 +138,6 @@ class Runtime:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._file = _stat(model.path)
         try:
-            if budget is not None:
-                use, n_ctx = self.context.memory_use(), self.context.n_ctx
-                require_fit(use, budget, name=self.model_name, n_ctx=n_ctx, loaded=not owns_model)
             self._fixed = self._fixed_identity()
             self._closed = False
             self.set_adapters(config.adapters)

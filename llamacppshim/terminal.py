@@ -68,6 +68,7 @@ class Lines:
         self._err = err
         self._readline: Any = None
         self._settings: list[Any] | None = None  # of the terminal, as it was found
+        self._n_entered = 0  # lines that readline had taken when the last one was asked for
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
         if sys.platform != "win32" and sys.stdin.isatty():
@@ -95,6 +96,7 @@ class Lines:
 
     def _one(self, prompt: str, interactive: bool) -> str:
         if self._readline is not None:
+            self._n_entered = self._readline.get_current_history_length()
             return input(prompt)
         if interactive:
             stream(self._err, prompt)
@@ -112,8 +114,10 @@ class Lines:
                 termios.tcsetattr(sys.stdin, termios.TCSANOW, [*self._settings[:3], flags, *self._settings[4:]])
 
     def was_empty(self) -> bool:
-        """Whether nothing had been typed when Ctrl-C came."""
-        return self._readline is None or not self._readline.get_line_buffer()
+        """Whether nothing had been typed when Ctrl-C came: neither a part of a line, nor one that was just entered."""
+        if self._readline is None:
+            return True
+        return not self._readline.get_line_buffer() and self._n_entered == self._readline.get_current_history_length()
 
 
 class Bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -1058,6 +1059,7 @@ def test_a_last_conversation_that_cannot_be_used_is_told_and_set_aside(
     monkeypatch.setenv("LLAMACPPSHIM_CACHE", environment["LLAMACPPSHIM_CACHE"])
     with Model(tiny_models["tiny-llama"]) as model:
         place = history.place(model.digest, None)
+    history.make_home()
     place.write_bytes(data)
     done = piped("One?\n", tmp_path, environment, "--model", tiny_models["tiny-llama"], "--max-tokens", "4")
     assert done.returncode == 0 and line in done.stderr.decode()
@@ -1122,3 +1124,63 @@ def test_a_windowed_base_model_goes_on_with_text(gemma3: Path, environment: dict
     assert done.returncode == 0 and b"it goes on from the text as it stands" in done.stderr
     assert len(done.stdout.decode().splitlines()) >= 3
     assert all(number(n_read) < 16 for _, n_read in LINE.findall(done.stderr))
+
+
+# What cannot be kept.
+
+
+def small_disk(folder: Path, n_bytes: int) -> bool:
+    """Mounts one there; False where this machine does not let us."""
+    return (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "tmpfs", folder], check=False).returncode == 0
+    )
+
+
+def test_a_full_disk_keeps_the_text_and_says_what_it_lost(
+    tiny_llama: Path, environment: dict[str, str], repo: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    if not small_disk(cache, 200 << 10):
+        pytest.skip("this user may mount nothing")
+    try:
+        arguments = ["--model", tiny_llama, "--repo", repo, "--max-tokens", "3"]
+        small = {**environment, "LLAMACPPSHIM_CACHE": str(cache)}
+        done = piped("hi\n/save\n", tmp_path, small, *arguments)
+        assert b"what was read could not be kept" in done.stderr and b"could not be saved" not in done.stderr
+        assert b"saved: " in done.stderr and len(list((cache / "chats").glob("*.json"))) == 1
+        again = piped("ho\n", tmp_path, small, *arguments)
+        assert b"1 question so far" in again.stderr
+        with open(cache / "fill", "wb") as file, contextlib.suppress(OSError):
+            file.write(bytes(1 << 20))
+        done = piped("hi\n/save\n", tmp_path, small, *arguments, "--new")
+        assert b"could not be saved" in done.stderr and b"\nsaved: " not in done.stderr and done.returncode == 1
+    finally:
+        subprocess.run(["umount", cache], check=True)
+
+
+def test_without_a_place_for_it_a_chat_is_not_kept(
+    tiny_llama: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    nowhere = {**environment, "LLAMACPPSHIM_CACHE": str(tmp_path / "file")}
+    done = piped("hi\n", tmp_path, nowhere, "--model", tiny_llama, "--max-tokens", "3")
+    assert b"this conversation cannot be kept: " in done.stderr
+    assert done.stdout.strip() and b"Traceback" not in done.stderr
+
+
+def test_a_file_that_was_left_out_is_taken_up_where_there_is_room(
+    tiny_llama: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "small.txt").write_text("small\n")
+    for n_words, fits in ((1000, True), (3000, False)):
+        (folder / "large.txt").write_text("word " * n_words)
+        arguments = ["--model", tiny_llama, "--repo", folder, "--max-tokens", "3", "--ctx", "1280", "--new"]
+        done = piped("/edit large.txt\nx\n", tmp_path, environment, *arguments)
+        assert b"left out, for want of room: large.txt" in done.stderr
+        assert (b"tokens of it go with the next question" in done.stderr) == fits
+        assert (b"tokens are wanted, the context has" in done.stderr) != fits
+        read = [number(n_read) for _, n_read in LINE.findall(done.stderr)]
+        assert (read[-1] > 900) == fits

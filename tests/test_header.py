@@ -79,6 +79,9 @@ def test_a_header_is_a_value(tiny_llama: Path, tmp_path: Path) -> None:
         header.n_layer = 4  # type: ignore[misc]
     with pytest.raises(ModelLoadError, match="no such file"):
         header.measure([RuntimeConfig(n_ctx=256)])
+    copy.write_bytes(tiny_llama.read_bytes())  # as large, and with the same content; but who would know
+    with pytest.raises(ModelLoadError, match="is not what it was when its header was read"):
+        header.measure([RuntimeConfig(n_ctx=256)])
 
 
 def test_what_is_no_model_is_refused_as_by_a_load(tiny_llama: Path, tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ PURE = {
 BELOW_RUNTIME = {*PURE, "_native", "header", "machine", "terminal"}
 LIVE = {
     "terminal": set(),
-    "machine": {"_native"},
     "header": {"errors", "config", "reuse", "sources", "_native"},
+    "machine": {"errors", "config", "memory", "header", "_native"},
     "sequence": BELOW_RUNTIME,
     "runtime": BELOW_RUNTIME | {"sequence", "session", "chat"},  # which it makes, and so imports then
     "holding": BELOW_RUNTIME | {"sequence"},

@@ -24,6 +24,7 @@ from llamacppshim import (
     InvalidArgumentError,
     MemoryEstimate,
     Model,
+    ModelLoadError,
     ModelSource,
     OutOfMemoryError,
     OutOfRangeError,
@@ -37,11 +38,12 @@ from llamacppshim import (
     machine_budget,
     read_gguf_header,
 )
+from llamacppshim import memory as memory_module
 from llamacppshim import runtime as runtime_module
 from llamacppshim._native import available_memory
 from llamacppshim.config import CONTEXT_FIELDS
 from llamacppshim.header import header_of
-from llamacppshim.memory import judge_fit
+from llamacppshim.memory import estimate_of, judge_fit
 
 GENERATING = ("tiny-llama", "tiny-spm", "tiny-swa", "tiny-mamba", "tiny-hybrid")
 MEBI = 1 << 20
@@ -179,7 +181,8 @@ def test_prediction_counts_where_it_is_asked_for(tiny_llama: Path, tmp_path: Pat
 def test_adapters_count_by_their_files(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     header, lora = read_gguf_header(tiny_models["tiny-llama"]), tiny_models["tiny-lora"]
     assert estimate_memory(header, adapters=[lora, (lora, 0.5)]).adapters == 2 * lora.stat().st_size  # type: ignore[arg-type]
-    assert estimate_memory(header, adapters=[tmp_path / "absent"]).adapters == 0  # type: ignore[arg-type]
+    with pytest.raises(ModelLoadError, match="absent: No such file"):
+        estimate_memory(header, adapters=[tmp_path / "absent"])  # type: ignore[arg-type]
 
 
 def test_the_context_is_the_trained_one_by_default(tiny_llama: Path) -> None:
@@ -238,8 +241,7 @@ def test_the_largest_context_fits_and_the_next_one_does_not(tiny_models: dict[st
         for kind, n_ctx in largest_context(header, RuntimeConfig(), budget, ("f16", "q8_0")).items():
 
             def fits(n: int, kind: str = kind, budget: int = budget) -> bool:
-                flash = "on" if kind == "q8_0" else "auto"
-                return bool(estimate_memory(header, n_ctx=n, type_k=kind, type_v=kind, flash_attn=flash).fits(budget))
+                return bool(estimate_memory(header, n_ctx=n, type_k=kind, type_v=kind).fits(budget))
 
             assert n_ctx % 256 == 0 or n_ctx == 40_000
             assert n_ctx == 0 or fits(n_ctx)
@@ -249,6 +251,37 @@ def test_the_largest_context_fits_and_the_next_one_does_not(tiny_models: dict[st
 def test_a_type_that_the_model_cannot_take_is_left_out(tmp_path: Path) -> None:
     header = read_gguf_header(small_model(tmp_path / "small.gguf"))  # heads of 16 numbers, no whole block of 32
     assert largest_context(header, RuntimeConfig(), 1 << 40) == {"f16": 256}
+    assert largest_context(header, None, 1 << 40, ("f32", "q5_0")) == {"f32": 256}
+
+
+def test_a_quantised_cache_needs_flash_attention(tiny_llama: Path) -> None:
+    header = read_gguf_header(tiny_llama)
+    assert set(largest_context(header, RuntimeConfig(flash_attn="off"), 1 << 40)) == {"f16"}
+
+
+def test_what_follows_from_a_context_beyond_every_dry_run_grows_with_it(tiny_models: dict[str, Path]) -> None:
+    for name in GENERATING:
+        header = read_gguf_header(tiny_models[name])
+        sizes = [1 << n for n in range(14, 31)]
+        for kind in ("compute", "kv", "total_bytes"):
+            found = [getattr(estimate_memory(header, n_ctx=n), kind) for n in sizes]
+            assert found == sorted(found), (name, kind)
+        # Where both can be had, what follows from a smaller context is not less than what is measured.
+        config = RuntimeConfig(n_ctx=1 << 18)
+        followed = estimate_of(header, config, memory_module._use_by_shape(header, config))
+        assert followed.compute >= 0.99 * estimate_memory(header, config).compute
+        assert followed.kv == estimate_memory(header, config).kv
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_more_sequences_than_a_ubatch_has_tokens(
+    loaded: dict[str, Model], tiny_models: dict[str, Path], name: str
+) -> None:
+    """Then the graph of one token for each sequence is the larger one."""
+    header = read_gguf_header(tiny_models[name])
+    for n_ubatch, n_seq_max, unified in ((1, 8, False), (1, 8, True), (31, 64, False), (63, 64, True)):
+        config = RuntimeConfig(n_ctx=2048, n_ubatch=n_ubatch, n_seq_max=n_seq_max, kv_unified=unified)
+        check_estimate(header, loaded[name], config)
 
 
 # Opening.
@@ -259,7 +292,7 @@ def test_a_runtime_that_cannot_fit_is_refused_with_the_numbers(
 ) -> None:
     header = read_gguf_header(tiny_llama)
     config = RuntimeConfig(n_ctx=512)
-    needed = estimate_memory(header, config).engine_bytes
+    needed = estimate_memory(header, config).total_bytes
     limit = next(n for n in itertools.count(int(needed / 0.97) - 2) if needed <= 0.97 * n)
     before = live_counts()
     for budget, opens in ((0, False), (limit - 1, False), (limit, True), (needed * 2, True)):

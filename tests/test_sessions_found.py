@@ -16,7 +16,18 @@ import pytest
 from conftest import RunChild
 from sessions import TOLERANCE, last_row, open_runtime, some_tokens
 
-from llamacppshim import Model, Runtime, Session, Snapshot, SnapshotStore, decode_many, prefill_many
+from llamacppshim import (
+    DecodeConfig,
+    Model,
+    Runtime,
+    RuntimeConfig,
+    Session,
+    Snapshot,
+    SnapshotStore,
+    decode_many,
+    prefill_many,
+    read_folder,
+)
 from llamacppshim.errors import (
     ContextOverflowError,
     DecodeAbortedError,
@@ -501,3 +512,34 @@ def test_a_closed_session_is_gone_with_its_last_reference(loaded: dict[str, Mode
             assert known() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0}, {"temperature": 1, "top_p": 1, "seed": 3}])
+def test_a_number_without_a_point_is_the_same_after_a_file(
+    loaded: dict[str, Model], values: dict[str, Any], tmp_path: Path
+) -> None:
+    with open_runtime(loaded, "attention") as runtime, runtime.session() as session:
+        session.ensure_prefix(some_tokens(20))
+        session.collect(max_tokens=3, ignore_eos=True, **values)
+        snapshot = session.snapshot()
+        snapshot.save(tmp_path / "a.lcs")
+        assert Snapshot.load(tmp_path / "a.lcs").digest == snapshot.digest
+
+
+def test_a_float_is_a_float_whatever_it_was_given_as() -> None:
+    assert type(DecodeConfig(temperature=0, top_p=np.float32(1)).top_p) is float
+    assert type(DecodeConfig(temperature=0).temperature) is float
+    assert repr(RuntimeConfig(rope_freq_base=10_000).rope_freq_base) == "10000.0"
+    assert type(RuntimeConfig(n_ctx=512).n_ctx) is int
+    with pytest.raises(InvalidArgumentError):
+        DecodeConfig(temperature=True)
+    with pytest.raises(OutOfRangeError):
+        DecodeConfig(temperature=10**400)
+
+
+def test_a_file_of_the_system_that_would_be_waited_for_is_not_read(tmp_path: Path) -> None:
+    skipped: dict[str, str] = {}
+    (tmp_path / "kmsg").symlink_to("/proc/kmsg")
+    (tmp_path / "empty").touch()
+    assert read_folder(tmp_path, on_skip=skipped.__setitem__) == []
+    assert skipped["empty"] == "empty" and "kmsg" in skipped
