@@ -325,8 +325,12 @@ class _Cells:
         )
         row = 4 * header.n_vocab
         self.sequence_bytes = per_sequence + state + row + _SAVED_TOKEN_BYTES * self.n_seq + _SAVED_ANSWER_BYTES
-        windowed = sum(self._cell_bytes(layer) * self.n_window for layer in own if layer.windowed)
-        uncut = 0 if header.memory_kind == "attention" or config.swa_full else windowed + state
+        # What cannot be cut back to where it was: state, and cells that a window has let go. One pool for several
+        # sequences lets them go even where all are kept.
+        lets_go = not config.swa_full or (config.kv_unified and config.n_seq_max > 1)
+        uncut = state + sum(
+            self._cell_bytes(layer) * self._cells_of(layer) for layer in own if layer.windowed and lets_go
+        )
         self.checkpoint_bytes = config.n_seq_max * min(config.checkpoint_bytes, config.max_checkpoints * (uncut + row))
         self.prediction_bytes = sum(
             2 * (layer.n_embd_k + layer.n_embd_v) * self.n_cells for layer in header.layers if layer.prediction

@@ -60,6 +60,20 @@ class Clock:
         return self.now
 
 
+BEFORE: dict[str, int] = {}
+
+
+@pytest.fixture(autouse=True)
+def others_are_known() -> None:
+    """Other files' models may be open."""
+    BEFORE.update(live_counts())
+
+
+def alive() -> dict[str, int]:
+    """The handles of this test."""
+    return {kind: n - BEFORE[kind] for kind, n in live_counts().items()}
+
+
 @pytest.fixture
 def path(tiny_models: dict[str, Path]) -> Path:
     return tiny_models[NAME]
@@ -143,11 +157,11 @@ def test_a_model_is_told_by_its_content_and_its_weights_are_loaded_once(path: Pa
         for same in (str(path), resolve_model(path), tmp_path / "link", copied):
             assert use(manager, same, "a") is first
         assert use(manager, path, "b").runtime.model is first.runtime.model
-        assert live_counts()["models"] == 1 and live_counts()["contexts"] == 2
+        assert alive()["models"] == 1 and alive()["contexts"] == 2
         assert use(manager, path, "a", use_mmap=False).runtime.model is not first.runtime.model
         assert manager.explain().models == (NAME, NAME)
         manager.expire(0)
-        assert live_counts()["models"] == live_counts()["contexts"] == 0
+        assert alive()["models"] == alive()["contexts"] == 0
 
 
 def test_weights_stay_where_a_session_goes_for_another_of_the_same_model(
@@ -162,7 +176,7 @@ def test_weights_stay_where_a_session_goes_for_another_of_the_same_model(
         with pytest.raises(OutOfMemoryError), manager.session(path, LARGE):
             raise AssertionError
         manager.expire(0)
-        assert live_counts()["models"] == 0
+        assert alive()["models"] == 0
 
 
 def test_another_file_in_the_place_of_the_model_is_another_model(tiny_models: dict[str, Path], tmp_path: Path) -> None:
@@ -256,7 +270,7 @@ def test_a_session_that_needs_the_whole_budget_fits_and_one_byte_less_is_refused
             raise AssertionError
         text = str(caught.value)
         assert f"{total(need, store=store):,} bytes" in text and f"{manager.budget_bytes:,}" in text
-        assert "\n" not in text and live_counts()["contexts"] == 0
+        assert "\n" not in text and alive()["contexts"] == 0
 
 
 def test_what_can_never_fit_evicts_nothing(path: Path, need: Bytes) -> None:
@@ -275,7 +289,7 @@ def test_the_least_recently_used_one_goes_before_the_new_one_is_allocated(
     real_open = Runtime.open
 
     def counted(*args: Any, **kwargs: Any) -> Runtime:
-        seen.append(live_counts()["contexts"])
+        seen.append(alive()["contexts"])
         return real_open(*args, **kwargs)
 
     with SessionManager(3 * total(need), None) as manager:
@@ -331,7 +345,7 @@ def test_the_context_that_is_really_there_counts(path: Path, need: Bytes, monkey
     with SessionManager(total(need) - 1, None) as manager:
         with pytest.raises(OutOfMemoryError), manager.session(path, SMALL):
             raise AssertionError
-        assert resident(manager) == [] and live_counts()["contexts"] == 0
+        assert resident(manager) == [] and alive()["contexts"] == 0
 
 
 def test_checkpoints_count_as_held_when_idle_and_as_they_may_grow_when_owned(path: Path, need: Bytes) -> None:
@@ -516,7 +530,7 @@ def test_a_fatal_session_goes_at_once_and_the_next_call_gets_a_fresh_one(
             with pytest.raises(DecodeError), session.entered():
                 raise _native_fatal()
             assert session.explain().state == "fatal"
-        assert resident(manager) == [] and live_counts()["contexts"] == 0
+        assert resident(manager) == [] and alive()["contexts"] == 0
         report = manager.explain()
         assert (report.fatal, report.parked, report.dropped) == (1, 0, 0)
         with manager.session(path, SMALL) as fresh:
@@ -813,7 +827,7 @@ def test_a_cancelled_task_leaves_the_queue_the_session_and_the_budget_as_they_we
             assert again is session
         # While it is being opened.
         await cancelled_when(asyncio.create_task(block("b")), lambda: resident(manager) == ["b"])
-        assert resident(manager) == [] and live_counts()["contexts"] == 0
+        assert resident(manager) == [] and alive()["contexts"] == 0
         await block("b")
         # Inside the block.
         started = asyncio.Event()
@@ -907,7 +921,7 @@ def test_close_parks_what_is_idle_and_ends_what_is_not(path: Path, tmp_path: Pat
     manager.close()
     report = manager.explain()
     assert (report.parked, report.dropped, report.sessions, report.models) == (1, 1, (), ())
-    assert not any(live_counts()[name] for name in ("models", "contexts"))
+    assert not any(alive()[name] for name in ("models", "contexts"))
     for call in (lambda: use(manager, path, "a"), manager.expire, manager.__enter__):
         with pytest.raises(ClosedError):
             call()
@@ -997,7 +1011,7 @@ def test_a_loop_that_ends_while_a_session_is_opened_leaves_nothing(path: Path, m
     monkeypatch.setattr(Runtime, "open", slow)
     with SessionManager(PLENTY, None) as manager:
         asyncio.run(main())
-        assert resident(manager) == [] and live_counts()["contexts"] == 0
+        assert resident(manager) == [] and alive()["contexts"] == 0
 
 
 OPEN = f"""
@@ -1423,8 +1437,8 @@ class Managed(RuleBasedStateMachine):
         names = [(one.workspace, one.session_id, one.context_bytes) for one in report.sessions]
         assert names == [(key[0], key[1], self.context[key[2]]) for key in reversed(self.resident)]
         assert report.resident_bytes == self.sum([self.charge(key) for key in self.resident]) <= self.budget
-        assert live_counts()["contexts"] == len(self.resident)
-        assert live_counts()["models"] == bool(self.resident)
+        assert alive()["contexts"] == len(self.resident)
+        assert alive()["models"] == bool(self.resident)
         found = {name: getattr(report, name) for name in self.counts}
         assert found == self.counts
 
@@ -1434,7 +1448,7 @@ class Managed(RuleBasedStateMachine):
             report = self.manager.explain()
             assert report.sessions == () and report.resident_bytes == 0
             assert report.misses == report.parked + report.dropped + report.fatal
-            assert live_counts()["contexts"] == live_counts()["models"] == 0
+            assert alive()["contexts"] == alive()["models"] == 0
 
 
 @pytest.fixture

@@ -150,6 +150,10 @@ def test_the_parts_follow_from_the_shapes(tiny_models: dict[str, Path]) -> None:
     assert estimate.snapshot == saved + 12 * 2048 + (32 << 10)  # tokens, and the answer in hand
     assert estimate_memory(header, config, swa_full=True).kv_layers == (full,) * 4
     assert estimate_memory(header, config, n_seq_max=2).kv_layers == (2 * windowed, full, 2 * windowed, full)
+    rows = 16 * 4 * header.n_vocab
+    assert estimate_memory(header, config, swa_full=True).checkpoints == rows
+    pool = estimate_memory(header, config, swa_full=True, kv_unified=True, n_seq_max=2)
+    assert pool.checkpoints == 2 * (rows + 16 * 2 * full)
     assert estimate_memory(header, config, checkpoint_bytes=1000).checkpoints == 1000
     assert estimate_memory(header, config, max_checkpoints=0, swa_full=True).checkpoints == 0
     assert estimate.outputs == 4 * header.n_vocab
@@ -159,6 +163,9 @@ def test_the_parts_follow_from_the_shapes(tiny_models: dict[str, Path]) -> None:
     # llama.cpp has no rollback for Mamba, and keeps no copies for it.
     assert estimate_memory(mamba, n_ctx=512, n_seq_max=2, n_rs_seq=3).recurrent == 2 * states
     assert estimate_memory(mamba, n_ctx=512).kv == 0
+    for swa_full in (False, True):
+        checkpoints = estimate_memory(mamba, n_ctx=512, swa_full=swa_full).checkpoints
+        assert checkpoints == 16 * (states + 4 * mamba.n_vocab)
     hybrid = read_gguf_header(tiny_models["tiny-hybrid"])
     states = 4 * sum(layer.n_state for layer in hybrid.layers)
     assert estimate_memory(hybrid, n_ctx=512, n_seq_max=2).recurrent == 2 * states
