@@ -289,6 +289,18 @@ void require_seq(const lcs_context & ctx, const char * what, int32_t seq_id) {
     require_range(what, seq_id, 0, static_cast<int64_t>(ctx.info.n_seq_max) - 1);
 }
 
+context_ptr make_context(model_box & box, const llama_context_params & params) {
+    const std::lock_guard<std::mutex> lock(box.mutex);
+    context_ptr                       ctx(llama_init_from_model(box.model, params));
+    if (ctx == nullptr) {
+        const std::string & log = log_last_line();
+        const bool          memory = log.find("alloc") != std::string::npos;
+        fail(memory ? LCS_STATUS_NOMEM : LCS_STATUS_INTERNAL,
+             log.empty() ? "llama.cpp refused to make a context" : log);
+    }
+    return ctx;
+}
+
 void give_uses(const std::vector<lcs_memory_use> & uses, lcs_memory_use * entries, size_t capacity, size_t * n_out) {
     *n_out = uses.size();
     if (capacity < uses.size()) {
@@ -357,16 +369,7 @@ lcs_status lcs_context_init(lcs_model * model, const lcs_context_params * params
         const uint64_t available = lcs::available_memory_bytes();
         lcs::require_kv_fits(*model->box, judged);
         lcs::fault_point();
-        {
-            const std::lock_guard<std::mutex> lock(model->box->mutex);
-            ctx->ctx.reset(llama_init_from_model(model->box->model, judged));
-        }
-        if (ctx->ctx == nullptr) {
-            const std::string & log = lcs::log_last_line();
-            const bool          memory = log.find("alloc") != std::string::npos;
-            lcs::fail(memory ? LCS_STATUS_NOMEM : LCS_STATUS_INTERNAL,
-                      log.empty() ? "llama.cpp refused to make a context" : log);
-        }
+        ctx->ctx = lcs::make_context(*model->box, judged);
         lcs::require_compute_fits(*ctx, available);
         lcs::read_info(*ctx, judged);
         lcs::attach_pools(*ctx, judged.n_threads, judged.n_threads_batch);

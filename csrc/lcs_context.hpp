@@ -15,6 +15,7 @@ using threadpool_ptr = std::unique_ptr<ggml_threadpool, threadpool_free>;
 struct llama_context_free {
     void operator()(llama_context * ctx) const noexcept { llama_free(ctx); }
 };
+using context_ptr = std::unique_ptr<llama_context, llama_context_free>;
 
 // Where the rows of the last decode are. Its last llama_decode's rows lie in llama.cpp's output buffer; those of the
 // batches before it, which that buffer has lost, were copied.
@@ -37,7 +38,7 @@ struct lcs_context : lcs::handle, lcs::counted<lcs::kind::context> {
     std::vector<std::shared_ptr<lcs::adapter_box>>      adapters;
     lcs::threadpool_ptr                                 pool;
     lcs::threadpool_ptr                                 pool_batch; // null: pool serves both
-    std::unique_ptr<llama_context, lcs::llama_context_free> ctx;
+    lcs::context_ptr                                    ctx;
 
     lcs_context_info info{};
     int32_t          poll = 0;
@@ -102,6 +103,8 @@ void flush_updates(lcs_context & ctx);
 
 // What llama.cpp is asked for. ARG, RANGE, UNSUPPORTED.
 llama_context_params judge_context(const model_box & box, const lcs_context_params & params);
+// By parameters that were judged. NOMEM, INTERNAL.
+context_ptr make_context(model_box & box, const llama_context_params & params);
 // Of llama.cpp's output buffer in a context that has decoded nothing yet.
 uint64_t first_output_floats(const model_box & box, const llama_context_params & params);
 

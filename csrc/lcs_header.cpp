@@ -282,22 +282,17 @@ bool can_be_mapped(ggml_backend_buffer_type_t type) {
     return props.caps.buffer_from_host_ptr && type == ggml_backend_dev_buffer_type(device);
 }
 
-llama_memory_breakdown dry_run(const model_box & box, const llama_context_params & params) {
+llama_memory_breakdown dry_run(model_box & box, const llama_context_params & params) {
     fault_point();
     const quiet_log      quiet;
     const trapped_aborts trapped(LCS_STATUS_INTERNAL);
-    const std::unique_ptr<llama_context, llama_context_free> ctx(llama_init_from_model(box.model, params));
-    if (ctx == nullptr) {
-        const std::string & log = log_last_line();
-        const bool          memory = log.find("alloc") != std::string::npos;
-        fail(memory ? LCS_STATUS_NOMEM : LCS_STATUS_INTERNAL, log.empty() ? "llama.cpp refused the dry run" : log);
-    }
+    const context_ptr    ctx = make_context(box, params);
     fault_point();
     return llama_get_memory_breakdown(ctx.get());
 }
 
 std::vector<lcs_memory_use> measure(lcs_header & header, const lcs_context_params & given) {
-    const model_box &          box = *header.box;
+    model_box &                box = *header.box;
     const llama_context_params params = judge_context(box, given);
     require_dry_run_fits(box, params);
     llama_memory_breakdown uses = dry_run(box, params);

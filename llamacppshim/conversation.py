@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,6 +40,8 @@ from llamacppshim.sequence import Progress
 from llamacppshim.session import Session
 from llamacppshim.snapshot import Snapshot
 from llamacppshim.workspace import Files, Update
+
+Read = TypeVar("Read")
 
 FIRST = "1"
 #: Of the context: what files may fill at most, and, unless told otherwise, one answer.
@@ -201,12 +203,7 @@ class Conversation:
         session = self._session(branch)
         messages = self._messages([*branch.messages, question])
         values: dict[str, Any] = {"prompt_format": self.format, "config": self._config, "progress": progress}
-        try:
-            reply = session.chat(messages, **values)
-        except ContextOverflowError:
-            if not self._park_others():
-                raise
-            reply = session.chat(messages, **values)
+        reply = self._with_room(lambda: session.chat(messages, **values))
         if reply.status.available_tokens < self.max_tokens:
             self._park_others()
         return Turn(question, reply, began, thinks=self._thinks)
@@ -230,11 +227,9 @@ class Conversation:
             return None
         session, tokens = self._session(self.current), self._before_next()
         try:
-            status = session.ensure_prefix(tokens, progress=progress)
+            status = self._with_room(lambda: session.ensure_prefix(tokens, progress=progress))
         except ContextOverflowError:
-            if not self._park_others():
-                raise
-            status = session.ensure_prefix(tokens, progress=progress)
+            raise  # nothing was read
         except BaseException:
             self.changed = True  # what was read until then is worth keeping
             raise
@@ -297,6 +292,15 @@ class Conversation:
         others = [branch for branch in self.branches.values() if branch.session and branch is not self.current]
         if others and self.runtime.n_sessions >= self.runtime.config.n_seq_max:
             self._park(others[0])
+
+    def _with_room(self, read: Callable[[], Read]) -> Read:
+        """Again without the other branches where it does not fit beside them."""
+        try:
+            return read()
+        except ContextOverflowError:
+            if not self._park_others():
+                raise
+            return read()
 
     def _park_others(self) -> bool:
         """The cells of all other branches are free for this one. False where there were none."""

@@ -40,7 +40,7 @@ from llamacppshim import (
 )
 from llamacppshim.errors import InternalError, InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.folders import GENERATED
-from llamacppshim.header import header_of
+from llamacppshim.header import layouts_told, read_gguf_header
 from llamacppshim.sources import resolve_model
 from llamacppshim.terminal import Update, bar, say, seconds
 
@@ -359,7 +359,8 @@ def model_file(console: Console, name: str) -> Path:
     for note in source.notes:
         say(console, f"note    {note}", style="dim")
     if source.origin == "ollama":
-        header_of(source)  # says what a load would not: that the file may be one for Ollama's own engine
+        with layouts_told(source):  # which a load would not
+            read_gguf_header(source.path)
     return source.path
 
 

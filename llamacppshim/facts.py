@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable
 
-from llamacppshim.files import replaced
+from llamacppshim.files import identity_of, replaced
 from llamacppshim.models import cache_dir
 
 MAX_ENTRIES = 1000
@@ -27,23 +27,17 @@ class FileFacts:
         self._known = self._read()
         self._new: dict[str, str] = {}
 
-    def get(self, path: str | os.PathLike[str]) -> str | None:
-        with contextlib.suppress(OSError):
-            key = file_key(path)
-            return self._new.get(key) or self._known.get(key)
-        return None
-
     def learn(self, path: str | os.PathLike[str], find_out: Callable[[], str]) -> str:
         """What is known, else what is found out; not kept where the file has changed meanwhile."""
-        if (known := self.get(path)) is not None:
+        file = identity_of(path)
+        if file is None:
+            return find_out()
+        key = "|".join(map(str, (os.path.abspath(path), *file)))
+        if (known := self._new.get(key) or self._known.get(key)) is not None:
             return known
-        key = None
-        with contextlib.suppress(OSError):
-            key = file_key(path)
         found = find_out()
-        with contextlib.suppress(OSError):
-            if key is not None and file_key(path) == key:
-                self._new[key] = found
+        if identity_of(path) == file:
+            self._new[key] = found
         return found
 
     def save(self) -> None:
@@ -64,9 +58,3 @@ class FileFacts:
         if not isinstance(found, dict):
             return {}
         return {key: value for key, value in found.items() if isinstance(value, str) and self._is_fact(value)}
-
-
-def file_key(path: str | os.PathLike[str]) -> str:
-    """What is another as soon as the file is another. Raises OSError where there is none."""
-    found = os.stat(path)
-    return f"{os.path.abspath(path)}|{found.st_size}|{found.st_mtime_ns}|{found.st_dev}|{found.st_ino}"

@@ -27,6 +27,15 @@ def sha256_of(file: IO[bytes]) -> str:
     return sha.hexdigest()
 
 
+def identity_of(path: str | bytes | os.PathLike[str]) -> tuple[int, int, int, int] | None:
+    """Size, time of change in ns, device and inode: another as soon as the file is another. None where none is."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock between processes, by a file that is made where it is missing and stays."""

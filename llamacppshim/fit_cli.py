@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -13,15 +14,16 @@ from llamacppshim._native import build_info
 from llamacppshim.config import RuntimeConfig, with_n_ctx
 from llamacppshim.errors import LlamaCppShimError, ModelLoadError, UnsupportedFeatureError
 from llamacppshim.facts import FileFacts
-from llamacppshim.header import GgufHeader, header_of
+from llamacppshim.header import GgufHeader, estimate_file, layouts_told
 from llamacppshim.machine import machine_budget
 from llamacppshim.memory import (
     FIT_TYPES,
     MemoryEstimate,
+    estimate_each,
     estimate_memory,
-    estimates_by_type,
     judge_fit,
     largest_context,
+    of_type,
 )
 from llamacppshim.sources import FoundModel, ModelSource
 from llamacppshim.terminal import say
@@ -97,11 +99,9 @@ def verdicts(models: Iterable[FoundModel]) -> Iterator[tuple[FoundModel, str]]:
 
 
 def _summary(source: ModelSource, build: str) -> str:
-    header = header_of(source)
-    n_ctx, total_bytes = 0, 0
-    if header.generates:
-        estimate = estimate_memory(header)
-        n_ctx, total_bytes = estimate.config.n_ctx or 0, estimate.total_bytes
+    with layouts_told(source):
+        header, estimate = estimate_file(source.path)
+    n_ctx, total_bytes = (0, 0) if estimate is None else (estimate.config.n_ctx or 0, estimate.total_bytes)
     summary = _Summary(build, header.architecture, header.n_ctx_train, n_ctx, total_bytes)
     return msgspec.json.encode(summary).decode()
 
@@ -111,9 +111,11 @@ def _table(header: GgufHeader, config: RuntimeConfig, budget_bytes: int) -> rich
     table.add_column("n_ctx", justify="right")
     for name in FIT_TYPES:
         table.add_column(f"{name} cache", justify="right")
-    for n_ctx in _rows(header.n_ctx_train, config.n_ctx or FIRST_ROW):
+    rows = _rows(header.n_ctx_train, config.n_ctx or FIRST_ROW)
+    found = iter(estimate_each(header, [of_type(config, name, n_ctx) for n_ctx in rows for name in FIT_TYPES]))
+    for n_ctx in rows:
         cells = [f"{n_ctx:,}"]
-        for one in estimates_by_type(header, msgspec.structs.replace(config, n_ctx=n_ctx), FIT_TYPES).values():
+        for one in itertools.islice(found, len(FIT_TYPES)):
             if one is None:
                 cells.append("-")
                 continue

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from llamacppshim._native import read_header
-from llamacppshim.config import CONTEXT_FIELDS, LOAD_FIELDS, RuntimeConfig
+from llamacppshim.config import CONTEXT_FIELDS, LOAD_FIELDS, RuntimeConfig, with_n_ctx
 from llamacppshim.errors import LlamaCppShimError, ModelLoadError
+from llamacppshim.files import identity_of
+from llamacppshim.memory import MemoryEstimate, Use, estimate_of
 from llamacppshim.reuse import MemoryKind
 from llamacppshim.sources import ModelSource
 
 # Architectures under names of its own, and vision parts in the same file.
 _OLLAMA_LAYOUTS = ("unknown model architecture", "wrong number of tensors", "not found")
-
-Use = dict[str, dict[str, int]]  # as Context.memory_use()
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -113,12 +115,11 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises ModelLoadError if the file is not what it was, and what `read_gguf_header` raises.
         """
-        if (file := _file_of(self.path)) is not None and file != self.file:
+        if (file := identity_of(self.path)) is not None and file != self.file:
             reason = "the file is not what it was when its header was read"
             raise ModelLoadError(f"{self.path}: {reason}", path=self.path, reason=reason)
-        load = {name: getattr(configs[0], name) for name in LOAD_FIELDS} if configs else {}
-        contexts = [{name: getattr(config, name) for name in CONTEXT_FIELDS} for config in configs]
-        _, uses = read_header(self.path, contexts, {**load, "load_mtp": load_mtp})
+        load = _load_parameters(configs[0]) if configs else {}
+        _, uses = read_header(self.path, map(_context_parameters, configs), {**load, "load_mtp": load_mtp})
         return uses
 
 
@@ -132,25 +133,53 @@ def read_gguf_header(path: str | bytes | os.PathLike[str]) -> GgufHeader:
     ------
     ModelLoadError  the file is missing, short, foreign, damaged, or of an architecture that llama.cpp does not know
     """
-    file = _file_of(path)
+    file = identity_of(path)
     facts, _ = read_header(path)
+    return _header(path, file, facts)
+
+
+def estimate_file(
+    path: str | bytes | os.PathLike[str], config: RuntimeConfig | None = None
+) -> tuple[GgufHeader, MemoryEstimate | None]:
+    """`read_gguf_header` and `estimate_memory` in one reading; no estimate of a model that makes no text.
+
+    Raises what they raise.
+    """
+    file = identity_of(path)
+    asked = config or RuntimeConfig()
+    contexts: list[RuntimeConfig] = []
+
+    def choose(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        contexts.extend([with_n_ctx(asked, facts["n_ctx_train"])] if facts["generates"] else [])
+        return [_context_parameters(one) for one in contexts]
+
+    facts, uses = read_header(path, choose, _load_parameters(asked))
+    header = _header(path, file, facts)
+    found = [estimate_of(header, one, use) for one, use in zip(contexts, uses, strict=True)]
+    return header, found[0] if found else None
+
+
+def _header(
+    path: str | bytes | os.PathLike[str], file: tuple[int, int, int, int] | None, facts: Mapping[str, Any]
+) -> GgufHeader:
     return msgspec.convert({"path": os.fsdecode(path), "file": file, **facts}, GgufHeader)
 
 
-def _file_of(path: str | bytes | os.PathLike[str]) -> tuple[int, int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None  # which reading it will say better
-    return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
+def _load_parameters(config: RuntimeConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in LOAD_FIELDS}
 
 
-def header_of(source: ModelSource) -> GgufHeader:
-    """`read_gguf_header` of a source. Of a file from Ollama, which has an engine and layouts of its own, a refusal says
-    so where that may be why.
+def _context_parameters(config: RuntimeConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in CONTEXT_FIELDS}
+
+
+@contextlib.contextmanager
+def layouts_told(source: ModelSource) -> Iterator[None]:
+    """While the header of a source is read. Of a file from Ollama, which has an engine and layouts of its own, a
+    refusal says so where that may be why.
     """
     try:
-        return read_gguf_header(source.path)
+        yield
     except ModelLoadError as error:
         reason = error.reason
         if source.origin != "ollama" or not any(words in reason for words in _OLLAMA_LAYOUTS):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamacppshim.config import LOAD_FIELDS, RuntimeConfig
 from llamacppshim.digests import file_digest, known_digest
-from llamacppshim.header import read_gguf_header
-from llamacppshim.memory import estimate_memory
+from llamacppshim.errors import UnsupportedFeatureError
+from llamacppshim.header import estimate_file
 from llamacppshim.sources import ModelSource, part_names, resolve_model
 
 if TYPE_CHECKING:
@@ -52,9 +52,11 @@ class Key(NamedTuple):
 def bytes_needed(path: str, config: RuntimeConfig) -> Bytes:
     """What a session of this model and configuration will take, known before anything is allocated.
 
-    Raises what `read_gguf_header` and `estimate_memory` raise.
+    Raises what `read_gguf_header` and `estimate_memory` raise; UnsupportedFeatureError for a model that makes no text.
     """
-    found = estimate_memory(read_gguf_header(path), config)
+    _, found = estimate_file(path, config)
+    if found is None:
+        raise UnsupportedFeatureError(f"{path} makes embeddings, not text", feature="sessions")
     return Bytes(found.context_bytes, found.checkpoints, found.snapshot)
 
 

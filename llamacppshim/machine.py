@@ -8,8 +8,8 @@ import os
 from llamacppshim._native import Model, available_memory
 from llamacppshim.config import RuntimeConfig
 from llamacppshim.errors import ModelLoadError, OutOfMemoryError
-from llamacppshim.header import read_gguf_header
-from llamacppshim.memory import TIGHT_SHARE, estimate_memory, judge_fit
+from llamacppshim.header import estimate_file
+from llamacppshim.memory import TIGHT_SHARE, judge_fit
 
 #: Left to the rest of the process and of the machine, in bytes.
 RESERVE_BYTES = 512 << 20
@@ -33,7 +33,9 @@ def require_room(model: Model, config: RuntimeConfig, budget_bytes: int, *, coun
     Raises OutOfMemoryError, with the numbers, where `estimate_memory` says ``none``.
     """
     with contextlib.suppress(ModelLoadError):  # the file is gone, or another; or an adapter is, as will be said
-        estimate = estimate_memory(read_gguf_header(model.path), config)
+        _, estimate = estimate_file(model.path, config)
+        if estimate is None:
+            return  # no context for sessions is made of it
         needed = estimate.total_bytes
         if not counted:
             needed -= estimate.weights_loaded + estimate.weights_repacked

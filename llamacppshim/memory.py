@@ -16,7 +16,7 @@ from llamacppshim.config import RuntimeConfig, configured, with_n_ctx
 from llamacppshim.errors import InvalidArgumentError, LlamaCppShimError, ModelLoadError, OutOfMemoryError
 
 if TYPE_CHECKING:
-    from llamacppshim.header import GgufHeader, Layer, Use
+    from llamacppshim.header import GgufHeader, Layer
 
 GOOD_SHARE = 0.85
 TIGHT_SHARE = 0.97
@@ -42,6 +42,7 @@ _CELL_BYTES = 64
 _MEASURED_CELLS = 1 << 14
 
 Verdict = Literal["good", "tight", "none"]
+Use = dict[str, dict[str, int]]  # as Context.memory_use()
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -166,47 +167,23 @@ def estimate_memory(
     ModelLoadError  the file is not what it was when its header was read; or an adapter's is not there
     """
     wanted = with_n_ctx(configured(RuntimeConfig, config, overrides), header.n_ctx_train)
-    found = _estimates(header, [wanted], prediction=prediction)[0]
-    if isinstance(found, LlamaCppShimError):
-        raise found
-    return found
+    (use,) = header.measure([wanted], load_mtp=prediction)
+    return estimate_of(header, wanted, use, prediction=prediction)
 
 
-def _estimates(
-    header: GgufHeader, configs: Sequence[RuntimeConfig], *, prediction: bool
-) -> list[MemoryEstimate | LlamaCppShimError]:
-    """Of several configurations, whose weights lie in the same places."""
-    found: list[MemoryEstimate | LlamaCppShimError] = []
-    for config, use in zip(configs, header.measure(configs, load_mtp=prediction), strict=True):
-        if isinstance(use, OutOfMemoryError):  # not even the dry run has room
-            found.append(estimate_of(header, config, _use_by_shape(header, config), prediction=prediction))
-        elif isinstance(use, LlamaCppShimError):
-            found.append(use)
-        else:
-            found.append(estimate_of(header, config, use, prediction=prediction))
-    return found
+def of_type(config: RuntimeConfig, cache_type: str, n_ctx: int) -> RuntimeConfig:
+    """The configuration with this type of K and V, and so many cells."""
+    return msgspec.structs.replace(config, n_ctx=n_ctx, type_k=cache_type, type_v=cache_type)
 
 
-def estimates_by_type(
-    header: GgufHeader, config: RuntimeConfig, types: Sequence[str] = FIT_TYPES, n_ctx: Sequence[int] = ()
-) -> dict[str, MemoryEstimate | None]:
-    """`estimate_memory` with each type of K and V; None where the model cannot take the type.
-
-    ``n_ctx`` gives each type its own, where it is not the configuration's.
+def estimate_each(header: GgufHeader, configs: Sequence[RuntimeConfig]) -> list[MemoryEstimate | None]:
+    """`estimate_memory` of configurations whose weights lie in the same places, in one reading; None where the model
+    cannot take it, a type of the cache for instance.
     """
-    sizes: Sequence[int | None] = n_ctx or [config.n_ctx] * len(types)
-    configs = [
-        msgspec.structs.replace(config, n_ctx=n, type_k=name, type_v=name) for name, n in zip(types, sizes, strict=True)
+    return [
+        None if isinstance(use, InvalidArgumentError) else estimate_of(header, config, use)
+        for config, use in zip(configs, header.measure(configs), strict=True)
     ]
-    found: dict[str, MemoryEstimate | None] = {}
-    for name, one in zip(types, _estimates(header, configs, prediction=False), strict=True):
-        if isinstance(one, InvalidArgumentError):
-            found[name] = None
-        elif isinstance(one, LlamaCppShimError):
-            raise one
-        else:
-            found[name] = one
-    return found
 
 
 def largest_context(
@@ -221,9 +198,9 @@ def largest_context(
     too_large = dict.fromkeys(types, most + 1)
     asked = dict.fromkeys(types, most)
     while asked:
-        found = estimates_by_type(header, config or RuntimeConfig(), list(asked), list(asked.values()))
-        for name, one in found.items():
-            n = asked.pop(name)
+        configs = [of_type(config or RuntimeConfig(), name, n) for name, n in asked.items()]
+        for (name, n), one in zip(list(asked.items()), estimate_each(header, configs), strict=True):
+            del asked[name]
             if one is None:
                 del fits[name]
                 continue
@@ -241,8 +218,16 @@ def host_bytes(use: Use) -> dict[str, Mapping[str, int]]:
     }
 
 
-def estimate_of(header: GgufHeader, config: RuntimeConfig, use: Use, *, prediction: bool = False) -> MemoryEstimate:
-    """From what llama.cpp says of a context, measured or live."""
+def estimate_of(
+    header: GgufHeader, config: RuntimeConfig, use: Use | LlamaCppShimError, *, prediction: bool = False
+) -> MemoryEstimate:
+    """From what llama.cpp says of a context, measured or live. Raises the error that it says instead, but for want of
+    room: then not even a dry run has it, and the shapes of the layers tell.
+    """
+    if isinstance(use, OutOfMemoryError):
+        use = _use_by_shape(header, config)
+    if isinstance(use, LlamaCppShimError):
+        raise use
     host = host_bytes(use)
     devices = {name: sum(one.values()) for name, one in use.items() if name not in host}
     cells = _Cells(header, config)
@@ -297,7 +282,7 @@ class _Cells:
     def __init__(self, header: GgufHeader, config: RuntimeConfig) -> None:
         config = with_n_ctx(config, header.n_ctx_train)
         assert config.n_ctx is not None
-        self.header, self.config = header, config
+        self.config = config
         n_ctx = _padded(config.n_ctx)
         self.n_stream = 1 if config.kv_unified else config.n_seq_max
         self.n_seq = n_ctx if config.kv_unified else _padded(n_ctx // config.n_seq_max)

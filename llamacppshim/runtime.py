@@ -32,6 +32,7 @@ from llamacppshim.errors import (
     SessionUnavailableError,
     UnsupportedFeatureError,
 )
+from llamacppshim.files import identity_of
 from llamacppshim.ledger import Tokens
 from llamacppshim.machine import machine_budget, require_room
 from llamacppshim.manifest import Identity, digest_of, hash_bytes
@@ -136,7 +137,7 @@ class Runtime:
         # Held by their sessions alone: whatever happens to a session, its sequence is free when nobody has it.
         self._sequences: weakref.WeakValueDictionary[int, ResidentSequence] = weakref.WeakValueDictionary()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._file = _stat(model.path)
+        self._file = identity_of(model.path)
         try:
             self._fixed = self._fixed_identity()
             self._closed = False
@@ -428,7 +429,7 @@ class Runtime:
         """
         identity = self._fixed
         changes: dict[str, Any] = {}
-        if (file := _stat(self.model.path)) != self._file:
+        if (file := identity_of(self.model.path)) != self._file:
             if file is not None and _digest_now(self.model.path) == identity.model_digest:
                 self._file = file  # touched, or copied back
             else:
@@ -690,11 +691,3 @@ def _model_digest(model: Model) -> str:
 def _digest_now(path: str) -> str:
     """Of the file as it is; kept like the model's own."""
     return known_digest(path, lambda: file_digest(path))
-
-
-def _stat(path: str) -> tuple[int, int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino

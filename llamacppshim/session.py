@@ -761,12 +761,11 @@ class Session:
     def _entered(self, timeout_s: float | None, call: _Call) -> Iterator[ResidentSequence]:
         self._require_open()
         require_timeout(timeout_s)
-        if self._closing:  # else a close would wait for as long as others come
-            raise SessionClosedError
         try:
-            if (other := self._enter(call)) is not None:
-                if self._closing:
-                    raise SessionClosedError
+            other = self._enter(call)
+            if self._closing:  # else a close would wait for as long as others come
+                raise SessionClosedError
+            if other is not None:
                 who = "this thread" if other.thread == call.thread else "another thread"
                 raise BusyError(f"{who} is inside this session")
             self._require_open()

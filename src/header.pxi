@@ -18,7 +18,7 @@ def read_header(path, contexts=(), load=None):
     path
         As for `Model`.
     contexts
-        The parameters of each `Context` that is to be measured: dicts.
+        The parameters of each `Context` that is to be measured: dicts; or a function that chooses them by the facts.
     load
         The parameters of `Model` that say where weights go: a dict.
 
@@ -44,13 +44,14 @@ def read_header(path, contexts=(), load=None):
             st = lcs_header_read(c_path, &params.params, &handle.header)
         if st != LCS_STATUS_OK:
             raise_for(st, text)
+        facts = header_facts(handle)
         uses = []
-        for given in contexts:
+        for given in contexts(facts) if callable(contexts) else contexts:
             try:
                 uses.append(measure_context(handle, dict(given)))
             except errors.LlamaCppShimError as error:
                 uses.append(error)
-        return header_facts(handle), uses
+        return facts, uses
     finally:
         end_inside()
 

@@ -42,6 +42,34 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 CUT = {kind for kind, (name, values) in KINDS.items() if name in ("tiny-llama", "tiny-spm") or "swa_full" in values}
 SEVERAL = [kind for kind, (_, values) in KINDS.items() if values.get("n_seq_max") == 3]
 
+# For a child: an alarm raises where SIGINT would, at any moment within ``longest`` seconds; how often it did.
+ALARM = """
+    import random
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGALRM, interrupt)
+    random.seed(1)
+    def interrupted(work, seconds, longest=2e-3):
+        done = time.monotonic() + seconds
+        n = 0
+        while time.monotonic() < done:
+            try:
+                # Again and again: Python drops what is raised in a weak reference's callback.
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, longest), 0.05)
+                while True:
+                    work()
+            except KeyboardInterrupt:
+                n += 1
+            finally:
+                while True:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        break
+                    except KeyboardInterrupt:
+                        pass
+        return n
+"""
+
 
 def open_runtime(models: Mapping[str, Path | Model], kind: str, **values: Any) -> Runtime:
     name, own = KINDS[kind]

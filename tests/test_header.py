@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 from conftest import RunChild
 
-from llamacppshim import GgufHeader, Model, ModelLoadError, ModelSource, RuntimeConfig, read_gguf_header
-from llamacppshim.header import header_of
+from llamacppshim import (
+    GgufHeader,
+    InvalidArgumentError,
+    Model,
+    ModelLoadError,
+    ModelSource,
+    RuntimeConfig,
+    estimate_memory,
+    read_gguf_header,
+)
+from llamacppshim.header import estimate_file, layouts_told
 
 SHARED = (
     *("architecture", "n_params", "n_bytes", "n_vocab", "n_ctx_train", "n_embd", "n_embd_out", "n_layer"),
@@ -102,6 +111,23 @@ def test_what_is_no_model_is_refused_as_by_a_load(tiny_llama: Path, tmp_path: Pa
             read_gguf_header(wrong)  # type: ignore[arg-type]
 
 
+def read_from(source: ModelSource) -> GgufHeader:
+    with layouts_told(source):
+        return read_gguf_header(source.path)
+
+
+def test_one_reading_gives_the_header_and_the_estimate(tiny_models: dict[str, Path]) -> None:
+    for name in ("tiny-llama", "tiny-swa", "tiny-mamba", "tiny-hybrid"):
+        for config in (None, RuntimeConfig(n_ctx=700, n_seq_max=3, use_mmap=False)):
+            header, estimate = estimate_file(tiny_models[name], config)
+            assert header == read_gguf_header(tiny_models[name])
+            assert estimate == estimate_memory(header, config)
+    header, estimate = estimate_file(tiny_models["tiny-bert"])
+    assert (header.architecture, estimate) == ("bert", None)
+    with pytest.raises(InvalidArgumentError, match="flash attention"):
+        estimate_file(tiny_models["tiny-llama"], RuntimeConfig(type_v="q8_0", flash_attn="off"))
+
+
 def test_a_layout_of_ollama_s_own_engine_is_called_so(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     blob = tmp_path / "sha256-0"
     whole = tiny_models["tiny-llama"].read_bytes()
@@ -112,13 +138,13 @@ def test_a_layout_of_ollama_s_own_engine_is_called_so(tiny_models: dict[str, Pat
         assert content != whole
         blob.write_bytes(content)
         with pytest.raises(ModelLoadError, match=f"only Ollama's own engine can: .*{words}"):
-            header_of(ModelSource(blob, None, "ollama"))
+            read_from(ModelSource(blob, None, "ollama"))
         with pytest.raises(ModelLoadError) as plain:
-            header_of(ModelSource(blob, None, "path"))
+            read_from(ModelSource(blob, None, "path"))
         assert words in str(plain.value) and "Ollama" not in str(plain.value)
     blob.write_bytes(whole[:50])
     with pytest.raises(ModelLoadError) as damaged:
-        header_of(ModelSource(blob, None, "ollama"))
+        read_from(ModelSource(blob, None, "ollama"))
     assert "Ollama" not in str(damaged.value)
 
 

@@ -45,7 +45,7 @@ PURE = {
 BELOW_RUNTIME = {*PURE, "_native", "header", "machine", "terminal"}
 LIVE = {
     "terminal": set(),
-    "header": {"errors", "config", "reuse", "sources", "_native"},
+    "header": {"errors", "config", "files", "memory", "reuse", "sources", "_native"},
     "machine": {"errors", "config", "memory", "header", "_native"},
     "sequence": BELOW_RUNTIME,
     "runtime": BELOW_RUNTIME | {"sequence", "session", "chat"},  # which it makes, and so imports then

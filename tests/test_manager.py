@@ -22,7 +22,7 @@ from conftest import RunChild
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from sessions import N_CTX, N_UBATCH, TOLERANCE, cold_row, last_row, open_runtime, some_tokens
+from sessions import ALARM, N_CTX, N_UBATCH, TOLERANCE, cold_row, last_row, open_runtime, some_tokens
 
 from llamacppshim import Model, Runtime, RuntimeConfig, Session, SnapshotStore, leases, live_counts, resolve_model
 from llamacppshim import manager as manager_module
@@ -1069,39 +1069,17 @@ def test_leaving_everything_open_is_silent(run_child: RunChild) -> None:
     )
 
 
-ALARM = """
-    import faulthandler, random, warnings
+QUIET = """
+    import faulthandler, warnings
     faulthandler.dump_traceback_later(200, exit=True)
     warnings.simplefilter("ignore", ResourceWarning)
-    def interrupt(*_):
-        raise KeyboardInterrupt
-    signal.signal(signal.SIGALRM, interrupt)
-    random.seed(1)
-    def interrupted(work, seconds, longest):
-        done = time.monotonic() + seconds
-        n = 0
-        while time.monotonic() < done:
-            try:
-                # Again and again: Python drops what is raised in a weak reference's callback.
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, longest), 0.05)
-                while True:
-                    work()
-            except KeyboardInterrupt:
-                n += 1
-            finally:
-                while True:
-                    try:
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                        break
-                    except KeyboardInterrupt:
-                        pass
-        return n
 """
 
 
 def test_no_interrupt_leaves_a_session_owned_a_place_in_the_queue_or_a_lock(run_child: RunChild) -> None:
     run_child(
         OPEN,
+        QUIET,
         ALARM,
         """
         def blocks():
@@ -1186,6 +1164,7 @@ def test_an_interrupt_at_any_line_leaves_the_manager_right(run_child: RunChild) 
 def test_an_interrupt_ends_a_wait(run_child: RunChild) -> None:
     run_child(
         OPEN,
+        QUIET,
         ALARM,
         """
         with SessionManager(1 << 30, None) as manager:

@@ -42,7 +42,7 @@ from llamacppshim import memory as memory_module
 from llamacppshim import runtime as runtime_module
 from llamacppshim._native import available_memory
 from llamacppshim.config import CONTEXT_FIELDS
-from llamacppshim.header import header_of
+from llamacppshim.header import estimate_file
 from llamacppshim.memory import estimate_of, judge_fit
 
 GENERATING = ("tiny-llama", "tiny-spm", "tiny-swa", "tiny-mamba", "tiny-hybrid")
@@ -449,11 +449,11 @@ def test_the_list_of_models_says_which_fit_and_reads_a_header_once(
     total = estimate_memory(read_gguf_header(model)).total_bytes
     reads: list[Path] = []
 
-    def counted(source: ModelSource) -> GgufHeader:
-        reads.append(source.path)
-        return header_of(source)
+    def counted(path: Path) -> tuple[GgufHeader, MemoryEstimate | None]:
+        reads.append(path)
+        return estimate_file(path)
 
-    monkeypatch.setattr(fit_cli, "header_of", counted)
+    monkeypatch.setattr(fit_cli, "estimate_file", counted)
     for budget, word in ((2 * total, "fits"), (int(total / 0.9), "fits tightly"), (total, "does not fit")):
         monkeypatch.setattr(fit_cli, "machine_budget", lambda budget=budget: budget)
         reads.clear()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import RunChild
-from sessions import TOLERANCE, last_row, open_runtime, some_tokens
+from sessions import ALARM, TOLERANCE, last_row, open_runtime, some_tokens
 
 from llamacppshim import (
     DecodeConfig,
@@ -123,33 +123,6 @@ def test_a_last_token_that_is_read_again_alone_is_not_called_exact(models: dict[
 
 
 # Interrupts. In a child: an alarm raises where SIGINT would.
-
-ALARM = """
-    import random
-    def interrupt(*_):
-        raise KeyboardInterrupt
-    signal.signal(signal.SIGALRM, interrupt)
-    random.seed(1)
-    def interrupted(work, until):
-        done = time.monotonic() + until
-        n = 0
-        while time.monotonic() < done:
-            try:
-                # Again and again: Python drops what is raised in a weak reference's callback.
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3), 0.05)
-                while True:
-                    work()
-            except KeyboardInterrupt:
-                n += 1
-            finally:
-                while True:
-                    try:
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                        break
-                    except KeyboardInterrupt:
-                        pass
-        return n
-"""
 
 
 def test_no_interrupt_leaves_a_session_or_a_turn_taken(run_child: RunChild) -> None:
