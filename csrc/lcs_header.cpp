@@ -333,7 +333,11 @@ void require_weights_fit(const std::vector<gguf_header> & parts, const load_requ
         return; // whatever is copied: a repacked tensor is about as large as it was
     }
     model_box box;
-    load_double(box, parts, request.raw);
+    try {
+        load_double(box, parts, request.raw);
+    } catch (const failure &) {
+        return; // no verdict: the load itself says what is wrong with the file
+    }
     uint64_t needed = 0;
     for (const auto & [type, bytes] : box.model->memory_breakdown()) {
         const ggml_backend_dev_t device = ggml_backend_buft_get_device(type);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 from llamacppshim._native import Model, available_memory
@@ -32,17 +31,19 @@ def require_room(model: Model, config: RuntimeConfig, budget_bytes: int, *, coun
 
     Raises OutOfMemoryError, with the numbers, where `estimate_memory` says ``none``.
     """
-    with contextlib.suppress(ModelLoadError):  # the file is gone, or another; or an adapter is, as will be said
+    try:
         _, estimate = estimate_file(model.path, config)
-        if estimate is None:
-            return  # no context for sessions is made of it
-        needed = estimate.total_bytes
-        if not counted:
-            needed -= estimate.weights_loaded + estimate.weights_repacked
-        if not judge_fit(needed, budget_bytes):
-            raise OutOfMemoryError(
-                f"{model.name} with n_ctx {config.n_ctx} needs {needed / 1e6:,.0f} MB, more than {TIGHT_SHARE:.0%} of "
-                f"the {budget_bytes / 1e6:,.0f} MB there are: a smaller n_ctx, or type_k and type_v of q8_0, need less",
-                needed_bytes=needed,
-                available_bytes=budget_bytes,
-            )
+    except (ModelLoadError, OutOfMemoryError):
+        return  # no verdict: the file is gone or another, an adapter is, or there is no place for the model's double
+    if estimate is None:
+        return  # no context for sessions is made of it
+    needed = estimate.total_bytes
+    if not counted:
+        needed -= estimate.weights_loaded + estimate.weights_repacked
+    if not judge_fit(needed, budget_bytes):
+        raise OutOfMemoryError(
+            f"{model.name} with n_ctx {config.n_ctx} needs {needed / 1e6:,.0f} MB, more than {TIGHT_SHARE:.0%} of "
+            f"the {budget_bytes / 1e6:,.0f} MB there are: a smaller n_ctx, or type_k and type_v of q8_0, need less",
+            needed_bytes=needed,
+            available_bytes=budget_bytes,
+        )

@@ -320,6 +320,20 @@ def test_a_runtime_that_cannot_fit_is_refused_with_the_numbers(
         Runtime.open(loaded, config).close()
 
 
+def test_what_cannot_be_estimated_is_not_refused_for_that(run_child: RunChild, tiny_llama: Path) -> None:
+    """The model's double is a file with a hole, as large as the model."""
+    run_child(
+        f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        name, text = refusal(read_gguf_header, {os.fspath(tiny_llama)!r})
+        assert (name, text) == ("OutOfMemoryError", "no file for the model's double: File too large"), (name, text)
+        with Runtime.open({os.fspath(tiny_llama)!r}, n_ctx=256) as runtime, runtime.session() as session:
+            session.ensure_prefix("abc")
+        """
+    )
+
+
 def test_an_embedding_model_makes_no_text(tiny_models: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedFeatureError):
         Runtime.open(tiny_models["tiny-bert"])
