@@ -149,11 +149,14 @@ class Chat:
         """Goes on with the last conversation, or a new one; and reads what stands before the first question."""
         if not new and self._resume_last():
             self._take_up(found)
-            return
-        if self.conversation.folder is not None:
-            self.conversation.begin(found)
-            self._tell_folder()
-        self._read_ahead()
+        else:
+            if self.conversation.folder is not None:
+                self.conversation.begin(found)
+                self._tell_folder()
+            self._read_ahead()
+        # What took long to read is not lost where the process is killed. On Ctrl-C it waits until one leaves.
+        with contextlib.suppress(KeyboardInterrupt), spinner(self._err, "keeping what was read"):
+            self.keep()
 
     def _take_up(self, found: workspace.Files) -> None:
         """A conversation of before goes on, over the folder as it is now."""
@@ -202,16 +205,28 @@ class Chat:
             self.warn(f"what was read could not be kept, and is read again the next time: {error}")
             state = ""
         try:
-            record = self.conversation.record(state)
-            aside = history.keep(self._place, record, self._seen)
-            self._seen, self._state = history.digest(self._place), record.state
+            self._save(state)
         except (LlamaCppShimError, OSError) as error:
             self.warn(f"the conversation could not be saved: {error}")
             return False
         self.conversation.changed = False
-        if aside is not None:
-            self.note(f"what was saved there before is now {aside}: /load takes it")
         return True
+
+    def _keep_text(self) -> None:
+        """After each answer, so that a killed process loses none; its state is kept on leaving.
+
+        Another chat that has come to the same place meanwhile stays there until one of the two leaves, and what cannot
+        be written is told then.
+        """
+        with contextlib.suppress(LlamaCppShimError, OSError):
+            if self._seen is None or history.digest(self._place) == self._seen:
+                self._save(self._state)
+
+    def _save(self, state: str) -> None:
+        kept = history.keep(self._place, self.conversation.record(state), self._seen)
+        self._seen, self._state = kept.digest, state
+        if kept.aside is not None:
+            self.note(f"what was saved there before is now {kept.aside}: /load takes it")
 
     # The loop.
 
@@ -316,6 +331,8 @@ class Chat:
         stream(self._out, "\n")
         is_said = self.conversation.conclude(turn)
         self._tell_turn(turn, interrupted=interrupted, is_said=is_said)
+        if is_said:
+            self._keep_text()
         if failed is not None:
             raise failed
         if interrupted and not self.interactive:

@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -69,6 +69,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     branches: tuple[BranchRecord, ...]
     current: str
     state: str = ""
+
+
+class Kept(NamedTuple):
+    """What is at a conversation's default place now, by its digest, and where another that was there has gone."""
+
+    digest: str
+    aside: Path | None
 
 
 class _Head(msgspec.Struct):
@@ -160,16 +167,17 @@ def save(path: Path, record: Record, snapshot: Snapshot | None) -> None:
             file.write(msgspec.json.encode(record))
 
 
-def keep(path: Path, record: Record, seen: str | None) -> Path | None:
+def keep(path: Path, record: Record, seen: str | None) -> Kept:
     """As `save`, at its default place, which several chats may have.
 
     Parameters
     ----------
     seen
         `digest` of the file that the conversation goes on from. What is there and is not that one, another chat's for
-        instance, is set aside under a name of its own, which is returned.
+        instance, is set aside under a name of its own.
     """
     make_home()
+    data = msgspec.json.encode(record)
     with _told(path), locked(path.with_name(".lock")):
         aside: Path | None = None
         found = digest(path)
@@ -177,11 +185,11 @@ def keep(path: Path, record: Record, seen: str | None) -> Path | None:
             aside = path.with_name(f"{path.stem}-{found[:8]}.json")
             os.replace(path, aside)
         with replaced(path) as file:
-            file.write(msgspec.json.encode(record))
+            file.write(data)
         files = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
         for old in files[:-MAX_FILES]:
             old.unlink(missing_ok=True)
-        return aside
+        return Kept(hash_bytes(data), aside)
 
 
 def _judge(record: Record) -> None:

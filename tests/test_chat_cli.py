@@ -518,12 +518,13 @@ def test_a_conversation_of_another_model_or_folder_changes_nothing(
 
 def test_what_another_chat_has_saved_meanwhile_is_set_aside(record: history.Record, tmp_path: Path) -> None:
     path = tmp_path / "place.json"
-    assert history.keep(path, record, None) is None
-    seen = history.digest(path)
+    first = history.keep(path, record, None)
+    assert first == (history.digest(path), None)
     theirs = msgspec.structs.replace(record, current="1")
-    assert history.keep(path, theirs, seen) is None
-    aside = history.keep(path, record, seen)
-    assert aside is not None and history.load(aside) == theirs and history.load(path) == record
+    assert history.keep(path, theirs, first.digest) == (history.digest(path), None)
+    last = history.keep(path, record, first.digest)
+    assert last.aside is not None and history.load(last.aside) == theirs
+    assert last.digest == first.digest == history.digest(path) and history.load(path) == record
 
 
 def test_old_conversations_go(record: history.Record, tmp_path: Path) -> None:
@@ -956,6 +957,38 @@ def test_what_was_said_when_it_was_killed_is_kept(start: Start, tmp_path: Path) 
     (path,) = (tmp_path / "cache" / "chats").glob("*.json")
     question, answer = history.load(path).branches[0].messages
     assert question.content == "One?" and answer.content
+
+
+def test_what_was_read_and_answered_before_a_kill_is_kept(start: Start, repo: Path, tmp_path: Path) -> None:
+    with start("--repo", repo) as chat:
+        _, n_files = chat.expect_line()
+        for question in ("One?", "Two?"):
+            chat.expect("> ")
+            chat.type(f"{question}\n")
+            chat.expect_line()
+        chat.expect("> ")
+        os.kill(chat.child.pid, signal.SIGKILL)
+        assert chat.end() == -signal.SIGKILL
+    with start("--repo", repo) as chat:
+        chat.expect("2 questions so far")
+        reused, n_read = chat.expect_line()
+        assert reused >= n_files and n_read < 100  # the two turns are read again, the files are not
+        chat.expect("> ")
+        os.kill(chat.child.pid, signal.SIGKILL)
+    with start("--repo", repo, "--new") as chat:
+        reused, n_read = chat.expect_line()
+        assert reused == n_files
+        chat.expect("> ")
+        chat.type("Three?\n")
+        aside = chat.expect(": /load takes it").decode().split()[-4].removesuffix(":")
+        chat.expect("> ")
+        os.kill(chat.child.pid, signal.SIGKILL)
+    places = list((tmp_path / "cache" / "chats").glob("*.json"))
+    assert {tuple(message.content for message in history.load(path).branches[0].messages[::2]) for path in places} == {
+        ("One?", "Two?"),
+        ("Three?",),
+    }
+    assert Path(aside) in places
 
 
 def test_two_chats_of_one_folder_lose_nothing_of_each_other(start: Start, tmp_path: Path) -> None:
