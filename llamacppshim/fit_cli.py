@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import rich.table
@@ -82,19 +85,30 @@ def verdicts(models: Iterable[FoundModel]) -> Iterator[tuple[FoundModel, str]]:
             return False
 
     facts = FileFacts("models", is_summary)
-    for model in models:
-        if model.source is None:
-            yield model, model.reason
-            continue
-        path = model.source.path.resolve()  # several names may share a file
+
+    def in_words(source: ModelSource, path: Path) -> str:
         try:
-            text = facts.learn(path, partial(_summary, model.source, build))
+            text = facts.learn(path, partial(_summary, source, build))
         except ModelLoadError as error:
-            yield model, error.reason
+            return error.reason
         except LlamaCppShimError as error:
-            yield model, str(error)
-        else:
-            yield model, msgspec.json.decode(text, type=_Summary).verdict(budget_bytes)
+            return str(error)
+        return msgspec.json.decode(text, type=_Summary).verdict(budget_bytes)
+
+    told: dict[tuple[Path, str], Future[str]] = {}  # several names may share a file
+    answers: list[tuple[FoundModel, Future[str] | None]] = []
+    pool = ThreadPoolExecutor(os.cpu_count())  # most of a reading is llama.cpp's, without the GIL
+    try:
+        for model in models:
+            answer = None
+            if (source := model.source) is not None:
+                key = source.path.resolve(), source.origin
+                answer = told[key] = told.get(key) or pool.submit(in_words, source, key[0])
+            answers.append((model, answer))
+        for model, answer in answers:
+            yield model, model.reason if answer is None else answer.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
     facts.save()
 
 
