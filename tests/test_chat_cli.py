@@ -516,8 +516,14 @@ def test_a_conversation_of_another_model_or_folder_changes_nothing(
     asked(conversation, "Two?")
 
 
-def test_what_another_chat_has_saved_meanwhile_is_set_aside(record: history.Record, tmp_path: Path) -> None:
-    path = tmp_path / "place.json"
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLAMACPPSHIM_CACHE", str(tmp_path / "cache"))
+    return history.make_home()
+
+
+def test_what_another_chat_has_saved_meanwhile_is_set_aside(record: history.Record, home: Path) -> None:
+    path = home / "place.json"
     first = history.keep(path, record, None)
     assert first == (history.digest(path), None)
     theirs = msgspec.structs.replace(record, current="1")
@@ -527,12 +533,12 @@ def test_what_another_chat_has_saved_meanwhile_is_set_aside(record: history.Reco
     assert last.digest == first.digest == history.digest(path) and history.load(path) == record
 
 
-def test_old_conversations_go(record: history.Record, tmp_path: Path) -> None:
+def test_old_conversations_go(record: history.Record, home: Path) -> None:
     for i in range(history.MAX_FILES + 5):
-        (tmp_path / f"{i}.json").write_text("{}")
-        os.utime(tmp_path / f"{i}.json", (i, i))
-    history.keep(tmp_path / "place.json", record, None)
-    left = {path.name for path in tmp_path.glob("*.json")}
+        (home / f"{i}.json").write_text("{}")
+        os.utime(home / f"{i}.json", (i, i))
+    history.keep(home / "place.json", record, None)
+    left = {path.name for path in home.glob("*.json")}
     assert len(left) == history.MAX_FILES and "place.json" in left and "5.json" not in left
 
 
