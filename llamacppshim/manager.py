@@ -462,7 +462,7 @@ class SessionManager:
         self._require_not_forked()
         with self._lock:
             now = self._clock()
-            entries = sorted(self._entries.values(), key=lambda one: -one.turn)
+            entries = sorted((one for one in self._entries.values() if one.is_there), key=lambda one: -one.turn)
             charges = [one.charge for one in entries]
             context, checkpoints = sum(one.context for one in charges), sum(one.checkpoints for one in charges)
             total = self._sum(charges)
@@ -612,6 +612,11 @@ class _Entry:
         if self.session is None or (self.holder is not None and not self._going):
             return self.need
         return self.need._replace(checkpoints=self.session.sequence.checkpoints.nbytes)
+
+    @property
+    def is_there(self) -> bool:
+        """What an interrupt has left of one is not; whoever asks next clears it away."""
+        return self.holder is not None or (self.runtime is not None and not self.runtime.closed)
 
     @property
     def is_usable(self) -> bool:
