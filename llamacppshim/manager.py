@@ -19,10 +19,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from llamacppshim._native import Model
+from llamacppshim.closing import Closing
 from llamacppshim.config import RuntimeConfig, configured, require_timeout
 from llamacppshim.errors import (
     BusyError,
@@ -47,7 +47,7 @@ CLOSE_POLL_S = 0.01
 MAX_PARKED = 4096  # keys whose snapshot is remembered; the others' are found by their tokens
 
 
-class SessionManager:
+class SessionManager(Closing):
     """Hands out sessions by key, to one owner at a time, within one budget of bytes.
 
     May be used from several threads, and from asyncio. It has no thread of its own: whoever needs room, or gives a
@@ -65,6 +65,8 @@ class SessionManager:
     clock
         Seconds; tells what is idle.
     """
+
+    _kind = "session manager"
 
     def __init__(
         self,
@@ -528,18 +530,6 @@ class SessionManager:
             self._closing = False
             raise
         self._closed = True
-
-    def __enter__(self) -> SessionManager:
-        self._require_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a session manager cannot be pickled or copied")
 
     def __repr__(self) -> str:
         return f"<SessionManager {'closed' if self._closed else f'{len(self._entries)} sessions'}>"

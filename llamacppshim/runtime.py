@@ -11,13 +11,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from llamacppshim._native import Adapter, Batch, Context, Model, build_info
+from llamacppshim.closing import Closing
 from llamacppshim.config import CONTEXT_FIELDS, LOAD_FIELDS, DecodeConfig, RuntimeConfig, configured, with_n_ctx
 from llamacppshim.digests import file_digest, known_digest
 from llamacppshim.errors import (
@@ -84,11 +84,13 @@ class Speed:
         return n_bytes / self.bytes_per_s < n_tokens / self.tokens_per_s
 
 
-class Runtime:
+class Runtime(Closing):
     """A model and a context, open for sessions. Make one with `Runtime.open`.
 
     May be used from several threads: sessions take turns at the context, a piece of a prefill or a token each.
     """
+
+    _kind = "runtime"
 
     def __init__(
         self,
@@ -650,22 +652,10 @@ class Runtime:
         if self._owns_model:
             self.model.close()
 
-    def __enter__(self) -> Runtime:
-        self._require_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or sys.is_finalizing() or os.getpid() != self._pid:
             return
         warnings.warn(f"a runtime of {self.model_name} was not closed", ResourceWarning, source=self, stacklevel=2)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a runtime cannot be pickled or copied")
 
     def __repr__(self) -> str:
         if self._closed:

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -20,6 +20,7 @@ import msgspec
 from llamacppshim import saving
 from llamacppshim._native import Sampler
 from llamacppshim.answer import Chunk, Completion, completion_of
+from llamacppshim.closing import Closing
 from llamacppshim.config import DecodeConfig, require_timeout
 from llamacppshim.errors import (
     BusyError,
@@ -56,8 +57,10 @@ MAX_REPLIES = 256
 POLL_S = 0.01
 
 
-class Session:
+class Session(Closing):
     """One conversation on a runtime, made by `Runtime.session`. One thread at a time; `cancel`, `explain` from any."""
+
+    _kind = "session"
 
     def __init__(self, runtime: Runtime, sequence: ResidentSequence) -> None:
         self._pid = os.getpid()
@@ -705,23 +708,11 @@ class Session:
                 self._inside = None
             del call  # it holds this frame, which would hold it
 
-    def __enter__(self) -> Session:
-        self._require_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
         if getattr(self, "_state", "closed") != "open" or sys.is_finalizing() or os.getpid() != self._pid:
             return
         if not self.runtime.closed:
             warnings.warn("a session was not closed", ResourceWarning, source=self, stacklevel=2)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a session cannot be pickled or copied")
 
     def __repr__(self) -> str:
         return f"<Session {self._state} {len(self.sequence)} of {self.runtime.n_ctx_seq} tokens resident>"

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "llamacppshim"
 PURE = {
     "errors": set[str](),
     "config": {"errors"},
+    "closing": set(),
     "turns": set(),
     "answer": set(),
     "checkpoints": set(),
