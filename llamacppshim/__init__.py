@@ -73,6 +73,7 @@ from llamacppshim.errors import (
     UnsupportedFeatureError,
 )
 from llamacppshim.folders import read_folder
+from llamacppshim.gguf_files import FoundModel, ModelSource
 from llamacppshim.header import GgufHeader, read_gguf_header
 from llamacppshim.machine import machine_budget
 from llamacppshim.manager import SessionManager
@@ -84,7 +85,7 @@ from llamacppshim.reuse import ReusePlan
 from llamacppshim.runtime import Runtime
 from llamacppshim.session import Session
 from llamacppshim.snapshot import Snapshot
-from llamacppshim.sources import FoundModel, ModelSource, list_models, resolve_model
+from llamacppshim.sources import list_models, resolve_model
 from llamacppshim.store import SnapshotStore
 
 __all__ = [

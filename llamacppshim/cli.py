@@ -15,7 +15,7 @@ except ImportError:
 
 from llamacppshim import profile_cli, snapshot_cli
 from llamacppshim.errors import LlamaCppShimError
-from llamacppshim.sources import FORMS, list_models, ollama_stores
+from llamacppshim.sources import FORMS, list_models
 from llamacppshim.terminal import printable, say
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -75,6 +75,7 @@ def chat(
 def models() -> None:
     """List the models of this machine's Ollama stores and Hugging Face cache, as --model takes them, and which fit."""
     from llamacppshim.fit_cli import verdicts
+    from llamacppshim.ollama import ollama_stores
 
     console = rich.console.Console()
     found = list_models()

@@ -17,6 +17,7 @@ from llamacppshim._native import build_info
 from llamacppshim.config import RuntimeConfig, with_n_ctx
 from llamacppshim.errors import LlamaCppShimError, ModelLoadError, UnsupportedFeatureError
 from llamacppshim.facts import FileFacts
+from llamacppshim.gguf_files import FoundModel, ModelSource
 from llamacppshim.header import GgufHeader, estimate_file, layouts_told
 from llamacppshim.machine import machine_budget
 from llamacppshim.memory import (
@@ -28,7 +29,6 @@ from llamacppshim.memory import (
     largest_context,
     of_type,
 )
-from llamacppshim.sources import FoundModel, ModelSource
 from llamacppshim.terminal import say
 
 COLOURS = {"good": "green", "tight": "yellow", "none": "red"}

@@ -13,9 +13,9 @@ from llamacppshim._native import read_header
 from llamacppshim.config import CONTEXT_FIELDS, LOAD_FIELDS, RuntimeConfig, with_n_ctx
 from llamacppshim.errors import LlamaCppShimError, ModelLoadError
 from llamacppshim.files import identity_of
+from llamacppshim.gguf_files import ModelSource
 from llamacppshim.memory import MemoryEstimate, Use, estimate_of
 from llamacppshim.reuse import MemoryKind
-from llamacppshim.sources import ModelSource
 
 # Architectures under names of its own, and vision parts in the same file.
 _OLLAMA_LAYOUTS = ("unknown model architecture", "wrong number of tensors", "not found")

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from llamacppshim.config import LOAD_FIELDS, RuntimeConfig
 from llamacppshim.digests import file_digest, known_digest
 from llamacppshim.errors import UnsupportedFeatureError
+from llamacppshim.gguf_files import ModelSource, part_names
 from llamacppshim.header import estimate_file
-from llamacppshim.sources import ModelSource, part_names, resolve_model
+from llamacppshim.sources import resolve_model
 
 if TYPE_CHECKING:
     import asyncio

@@ -34,10 +34,10 @@ from llamacppshim.errors import (
     OutOfMemoryError,
     SessionUnavailableError,
 )
+from llamacppshim.gguf_files import ModelSource
 from llamacppshim.leases import AsyncLease, Bytes, Claim, Job, Key, Lease, Request
 from llamacppshim.report import ManagerReport, ResidentSession
 from llamacppshim.runtime import Runtime
-from llamacppshim.sources import ModelSource
 from llamacppshim.store import SnapshotStore
 
 if TYPE_CHECKING:

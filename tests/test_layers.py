@@ -28,7 +28,10 @@ PURE = {
     "models": {"errors", "files"},
     "facts": {"files", "models"},
     "digests": {"facts", "files", "manifest"},
-    "sources": {"errors", "files", "models"},
+    "gguf_files": {"files"},
+    "ollama": {"gguf_files"},
+    "hub": {"errors", "gguf_files", "models"},
+    "sources": {"errors", "gguf_files", "hub", "models", "ollama"},
     "manifest": {"errors", "config", "reuse"},
     "report": {"manifest", "reuse"},
     "text": {"errors", "ledger", "reuse"},
@@ -46,7 +49,7 @@ PURE = {
 BELOW_RUNTIME = {*PURE, "_native", "header", "machine", "terminal"}
 LIVE = {
     "terminal": set(),
-    "header": {"errors", "config", "files", "memory", "reuse", "sources", "_native"},
+    "header": {"errors", "config", "files", "gguf_files", "memory", "reuse", "_native"},
     "machine": {"errors", "config", "memory", "header", "_native"},
     "sequence": BELOW_RUNTIME,
     "runtime": BELOW_RUNTIME | {"sequence", "session", "chat"},  # which it makes, and so imports then

@@ -21,10 +21,13 @@ from conftest import RunChild
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamacppshim import Model, sources
+from llamacppshim import Model, ollama, sources
+from llamacppshim import hub as hub_module
 from llamacppshim.errors import LlamaCppShimError, ModelLoadError, UnsupportedFeatureError
+from llamacppshim.gguf_files import FoundModel, ModelSource, Refused
 from llamacppshim.models import DEFAULT_MODEL
-from llamacppshim.sources import FoundModel, ModelSource, OllamaName, list_models, resolve_model
+from llamacppshim.ollama import OllamaName
+from llamacppshim.sources import list_models, resolve_model
 
 KIND = "application/vnd.ollama.image."
 MANIFEST_LIST = "application/vnd.ollama.manifest.list.v2+json"
@@ -118,8 +121,8 @@ def no_other_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's own models are none of these tests' business."""
     monkeypatch.delenv("OLLAMA_MODELS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(sources, "SERVICE_STORE", str(tmp_path / "service"))
-    monkeypatch.setattr(sources, "_cache_dir", lambda: str(tmp_path / "no-cache"))
+    monkeypatch.setattr(ollama, "SERVICE_STORE", str(tmp_path / "service"))
+    monkeypatch.setattr(hub_module, "_cache_dir", lambda: str(tmp_path / "no-cache"))
 
 
 # Paths
@@ -307,7 +310,7 @@ def test_a_name_is_accepted_as_the_grammar_says_and_holds_no_trick(text: str) ->
     match = GRAMMAR.fullmatch(text)
     try:
         name = OllamaName.parse(text)
-    except ModelLoadError:
+    except Refused:
         assert match is None
         return
     assert match is not None
@@ -690,14 +693,14 @@ def test_nothing_outside_a_store_is_opened(tmp_path: Path, gguf: bytes, run_chil
         stores.append(str(store.folder))
     run_child(
         f"""
-        from llamacppshim import sources
+        from llamacppshim import hub, sources
         opened = []
         watching = False
         def audit(event, arguments):
             if watching and event in ("open", "os.scandir", "os.listdir") and not isinstance(arguments[0], int):
                 opened.append(os.path.realpath(os.fsdecode(arguments[0])))
         sys.addaudithook(audit)
-        sources._cache_dir = lambda: "/nowhere"
+        hub._cache_dir = lambda: "/nowhere"
         names = ["m", "M", "m:other", "x", "../m", "ollama.com/library/m", "../../outside/secret", "a/../m:.."]
         for store in {stores!r}:
             os.environ["OLLAMA_MODELS"] = store
@@ -790,7 +793,7 @@ class Cache:
 
 @pytest.fixture
 def cache(tmp_path: Path, hub: Any, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(sources, "_cache_dir", lambda: str(tmp_path / "hub"))
+    monkeypatch.setattr(hub_module, "_cache_dir", lambda: str(tmp_path / "hub"))
     return Cache(tmp_path / "hub")
 
 
