@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -33,6 +34,7 @@ KIND = "application/vnd.ollama.image."
 MANIFEST_LIST = "application/vnd.ollama.manifest.list.v2+json"
 LATEST = "registry.ollama.ai/library/m/latest"
 PUBLIC = "registry.ollama.ai"
+NOBODY = 65534
 
 
 def refused(spec: str | os.PathLike[str], **options: Any) -> str:
@@ -195,11 +197,19 @@ def test_what_is_no_gguf_file_says_why(tmp_path: Path) -> None:
     assert refused(f"{tmp_path}/a\0b") == "embedded null byte"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_says_so(tmp_path: Path, gguf: bytes) -> None:
-    (tmp_path / "file").write_bytes(gguf)
-    (tmp_path / "file").chmod(0)
-    assert refused(tmp_path / "file") == "Permission denied"
+def test_a_file_that_may_not_be_read_says_so(gguf: bytes) -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own nobody but its user may enter
+        os.chmod(folder, 0o755)
+        file = Path(folder, "file")
+        file.write_bytes(gguf)
+        file.chmod(0)
+        try:
+            if user == 0:
+                os.seteuid(NOBODY)  # root may read everything
+            assert refused(file) == "Permission denied"
+        finally:
+            os.seteuid(user)
 
 
 @pytest.mark.parametrize("spec", ["gemma3:1b", "gemma3", "", "olama:gemma3", "OLLAMA:gemma3", "Default"])
