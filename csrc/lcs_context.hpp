@@ -101,6 +101,11 @@ void           require_seq(const lcs_context & ctx, const char * what, int32_t s
 // shift and apply it again.
 void flush_updates(lcs_context & ctx);
 
+// memory.cpp. Gives up what no window shows any more, in a cache that sequences share; whether there was anything. Where
+// a call found no room it is worth another try: llama.cpp overwrites such cells of one sequence itself, but those that
+// several have in common stay with all of them.
+bool free_masked_cells(lcs_context & ctx);
+
 // What llama.cpp is asked for. ARG, RANGE, UNSUPPORTED.
 llama_context_params judge_context(const model_box & box, const lcs_context_params & params);
 // By parameters that were judged. NOMEM, INTERNAL.

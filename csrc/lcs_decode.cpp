@@ -75,8 +75,29 @@ public:
         }
     }
 
-    // Runs llama_decode. Returns its raw status; an exception makes the context fatal.
+    // Runs llama_decode, again where that may find room then. Returns its raw status; an exception makes the context
+    // fatal.
     int32_t run(const piece & p) {
+        const int32_t raw = run_once(p);
+        return raw == 1 && free_masked_cells(ctx_) ? run_once(p) : raw;
+    }
+
+    [[noreturn]] void fatal(const std::string & cause) {
+        mark_all_dirty();
+        fail_fatal(ctx_, cause);
+    }
+
+    // Throws for a raw status that is not 0, after the caller has counted what is committed and dirty.
+    [[noreturn]] void fail_status(int32_t raw) {
+        const lcs_status status = status_of(raw);
+        if (status == LCS_STATUS_DECODE_FATAL) {
+            fatal(std::string(meaning(status)) + ", " + std::to_string(raw));
+        }
+        fail(status, text(status));
+    }
+
+private:
+    int32_t run_once(const piece & p) {
         fault_point();
         llama_batch batch{};
         batch.n_tokens = p.n;
@@ -120,21 +141,6 @@ public:
         return raw;
     }
 
-    [[noreturn]] void fatal(const std::string & cause) {
-        mark_all_dirty();
-        fail_fatal(ctx_, cause);
-    }
-
-    // Throws for a raw status that is not 0, after the caller has counted what is committed and dirty.
-    [[noreturn]] void fail_status(int32_t raw) {
-        const lcs_status status = status_of(raw);
-        if (status == LCS_STATUS_DECODE_FATAL) {
-            fatal(std::string(meaning(status)) + ", " + std::to_string(raw));
-        }
-        fail(status, text(status));
-    }
-
-private:
     std::string text(lcs_status status) const {
         return std::string(meaning(status)) + ": " + std::to_string(result_.committed) + " of " +
                std::to_string(result_.n_tokens) + " tokens are resident";

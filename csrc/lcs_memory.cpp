@@ -1,6 +1,10 @@
 // Owns the memory operations: which of them this memory can do is judged here, since llama.cpp asserts on the others.
 #include "lcs_context.hpp"
 
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-model.h"
+
 #include <algorithm>
 
 namespace lcs {
@@ -32,7 +36,41 @@ void forget_rollback(lcs_context & ctx, int32_t seq_id) {
     ctx.rollback_pending[static_cast<size_t>(seq_id)] = false;
 }
 
+// The cache of the windowed layers, where they have one of their own.
+llama_kv_cache * windowed_cache(const lcs_context & ctx) {
+    const llama_memory_i * memory = ctx.memory();
+    if (const auto * windowed = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
+        return windowed->get_swa();
+    }
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_attn()->get_swa();
+    }
+    return nullptr;
+}
+
 } // namespace
+
+bool free_masked_cells(lcs_context & ctx) {
+    llama_kv_cache * const cache = windowed_cache(ctx);
+    if (cache == nullptr || ctx.info.n_stream > 1) {
+        return false;
+    }
+    const llama_hparams & h = ctx.model->model->hparams;
+    bool                  freed = false;
+    for (int32_t s = 0; s < static_cast<int32_t>(ctx.info.n_seq_max); ++s) {
+        const int32_t pos_min = cache->seq_pos_min(s);
+        const int32_t pos_max = cache->seq_pos_max(s);
+        int32_t       first = pos_min;
+        while (first >= 0 && first < pos_max && llama_hparams::is_masked_swa(h.n_swa, h.swa_type, first, pos_max)) {
+            ++first;
+        }
+        if (first > pos_min) {
+            cache->seq_rm(s, pos_min, first);
+            freed = true;
+        }
+    }
+    return freed;
+}
 
 } // namespace lcs
 

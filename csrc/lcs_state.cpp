@@ -218,6 +218,8 @@ size_t payload_bytes(lcs_context & ctx, int32_t seq_id, blob_kind kind) {
                                     : llama_state_seq_get_size_ext(ctx.ctx.get(), seq_id, flags_of(kind));
 }
 
+constexpr const char * EMPTIED = "; what was held there is gone";
+
 // Destination of a load: emptied before, and again after a failure.
 void drop(lcs_context & ctx, int32_t seq_id) {
     const llama_memory_t memory = ctx.memory();
@@ -241,22 +243,31 @@ void load_payload(lcs_context & ctx, int32_t seq_id, blob_kind kind, const heade
         if (n_cells > static_cast<int64_t>(ctx.info.n_ctx_seq)) {
             fail(LCS_STATUS_NO_KV_SLOT,
                  "the state needs " + std::to_string(n_cells) + " cells, a sequence has " +
-                         std::to_string(ctx.info.n_ctx_seq),
+                         std::to_string(ctx.info.n_ctx_seq) + EMPTIED,
                  "n_cells", std::to_string(ctx.info.n_ctx_seq), std::to_string(n_cells));
         }
     }
     fault_point();
-    const size_t read = kind == blob_kind::whole
-                                ? llama_state_set_data(ctx.ctx.get(), payload, h.payload_bytes)
-                                : llama_state_seq_set_data_ext(ctx.ctx.get(), payload, h.payload_bytes, seq_id,
-                                                               flags_of(kind));
-    if (read == h.payload_bytes) {
+    const auto load = [&] {
+        return h.payload_bytes == (kind == blob_kind::whole
+                                           ? llama_state_set_data(ctx.ctx.get(), payload, h.payload_bytes)
+                                           : llama_state_seq_set_data_ext(ctx.ctx.get(), payload, h.payload_bytes,
+                                                                          seq_id, flags_of(kind)));
+    };
+    const auto is_full = [] { return log_last_line().find("available cells") != std::string::npos; };
+    if (load()) {
         return;
     }
-    const std::string & log = log_last_line();
-    const bool          full = log.find("available cells") != std::string::npos;
-    fail(full ? LCS_STATUS_NO_KV_SLOT : LCS_STATUS_INTERNAL,
-         full ? "too few free cells for the state" : "llama.cpp refused the state: " + log);
+    if (kind != blob_kind::whole && is_full() && free_masked_cells(ctx)) {
+        if (kind == blob_kind::sequence) {
+            drop(ctx, seq_id);
+        }
+        if (load()) {
+            return;
+        }
+    }
+    fail(is_full() ? LCS_STATUS_NO_KV_SLOT : LCS_STATUS_INTERNAL,
+         (is_full() ? "too few free cells for the state" : "llama.cpp refused the state: " + log_last_line()) + EMPTIED);
 }
 
 } // namespace

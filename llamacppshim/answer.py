@@ -35,6 +35,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # of `decode_many`: why this session ended, where it failed
 
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A whole answer. Times count from the call, what was left to prefill included; ``ttft_ms`` to the first token."""

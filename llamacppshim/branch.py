@@ -153,6 +153,7 @@ def _run(runtime: Runtime, steps: list[Step]) -> Iterator[dict[Session, Chunk]]:
             entered: list[Step] = []
             for step in running:
                 if step.is_overtaken:
+                    said[step.session] = step.overtaken()
                     continue
                 error = _enter(stack, step.session)
                 if error is not None:
@@ -166,15 +167,11 @@ def _run(runtime: Runtime, steps: list[Step]) -> Iterator[dict[Session, Chunk]]:
                 if step.session in errors:
                     said[step.session] = step.failed(errors[step.session])
                 elif step.session.holding.is_settled:
-                    said[step.session] = step.choose()
-        running = [
-            step
-            for step in running
-            if not step.is_overtaken
-            and (
-                step.session not in said or (said[step.session].finish_reason is None and not said[step.session].error)
-            )
-        ]
+                    try:
+                        said[step.session] = step.choose()
+                    except LlamaCppShimError as error:  # of its grammar, or its biases
+                        said[step.session] = step.failed(error)
+        running = [step for step in running if step.session not in said or not said[step.session].is_last]
         if said:
             yield said
 
@@ -189,7 +186,7 @@ def _read_some(runtime: Runtime, sessions: Sequence[Session]) -> dict[Session, L
     for session in sessions:
         try:
             if (stop := session.sequence.stop).requested:
-                raise DecodeAbortedError(f"{stop.take()}; {len(session.sequence)} tokens are resident")
+                raise DecodeAbortedError(stop.why(len(session.sequence)))
             if (n := session.holding.lacks()) > 0:
                 lacking.append((n, session))
         except LlamaCppShimError as error:

@@ -250,8 +250,8 @@ class SessionClosedError(LlamaCppShimError, RuntimeError):
     """The session was closed."""
 
     def __init__(self, text: str = "", *, reason: str = "") -> None:
-        super().__init__(text or reason or "session is closed")
-        self.reason = reason or text
+        self.reason = reason or text or "session is closed"
+        super().__init__(text or self.reason)
 
 
 class SessionFatalError(LlamaCppShimError, RuntimeError):

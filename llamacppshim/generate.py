@@ -61,8 +61,9 @@ class Step:
             with self.session.entered(self.left_s):
                 chunk = self._run()
             yield chunk
-            if chunk.finish_reason is not None:
+            if chunk.is_last:
                 return
+        yield self.overtaken()
 
     @property
     def is_overtaken(self) -> bool:
@@ -94,6 +95,10 @@ class Step:
         if session.sequence.stop.requested or self.left_s == 0.0:
             return self._cancelled()
         return None
+
+    def overtaken(self) -> Chunk:
+        """The last chunk, where another call has changed what the session holds. What was held back is gone."""
+        return Chunk(text="", finish_reason="cancelled")
 
     def failed(self, error: LlamaCppShimError) -> Chunk:
         if isinstance(error, DecodeAbortedError):

@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from llamacppshim.errors import InvalidArgumentError
+
 VERSION = 1
 
 
@@ -77,8 +79,11 @@ class ContextManifest(Identity, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def from_json(cls, data: bytes | str) -> ContextManifest:
-        """Raises msgspec.ValidationError with the path of the field."""
-        return msgspec.json.decode(data, type=cls)
+        """Raises InvalidArgumentError, with the path of the field where it is no manifest."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(f"not a manifest: {error}", field="manifest") from error
 
 
 def digest_of(value: Any) -> str:

@@ -555,7 +555,7 @@ class Runtime(Closing):
     def _decode_once(self, sequence: ResidentSequence, tokens: Tokens, *, row: bool) -> None:
         sequence.suspect = True
         try:
-            with self._interruptible(sequence.stop, len(tokens)):
+            with self._interruptible(sequence, len(tokens)):
                 self.context.decode(tokens, seq_id=sequence.seq_id, pos=len(sequence), logits="last" if row else "none")
         except InvalidBatchError:
             raise  # nothing was touched, but the memory is not what the ledger says
@@ -592,13 +592,14 @@ class Runtime(Closing):
                 other.save_row()
 
     @contextlib.contextmanager
-    def _interruptible(self, stop: Stop, n_tokens: int) -> Iterator[None]:
+    def _interruptible(self, sequence: ResidentSequence, n_tokens: int) -> Iterator[None]:
         """The native call inside ends when the stop is requested: at once where the memory tells what was computed,
         else after this piece. Others' calls are not touched."""
+        stop = sequence.stop
         timer: threading.Timer | None = None
         with self._running_mutex:
             if stop.requested:
-                raise DecodeAbortedError("nothing was decoded: " + stop.take())
+                raise DecodeAbortedError(stop.why(len(sequence)))
             self._running = None if self.is_recurrent else stop
         if stop.expires is not None and n_tokens > 1 and not self.is_recurrent:  # one token is soon over
             timer = threading.Timer(min(max(0.0, stop.remaining), threading.TIMEOUT_MAX), self.interrupt, (stop,))

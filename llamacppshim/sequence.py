@@ -53,11 +53,11 @@ class Stop:
     def requested(self) -> bool:
         return self.cancelled or (self.expires is not None and self.remaining <= 0)
 
-    def take(self) -> str:
-        """Why, for an error's text; a cancel is seen once."""
+    def why(self, n_resident: int) -> str:
+        """An error's text; a cancel is seen once."""
         why = "it was cancelled" if self.cancelled else f"timeout_s {self.timeout_s:g} has passed"
         self.cancelled = False
-        return why
+        return f"{why}; {n_resident} tokens are resident"
 
 
 class Counters:
@@ -192,10 +192,12 @@ class ResidentSequence:
             other.save_row()  # one copy for all that branch here
             self._row, self._row_at = other._row, len(self.ledger)
         self.suspect = other.suspect
-        if context.n_stream == 1 and not self.runtime.is_recurrent:
-            self.cells.share(other.cells, len(self.ledger))
+        if len(self.ledger) == 0:
             return 0
-        return context.seq_state_size(self.seq_id) if len(self.ledger) else 0
+        if context.n_stream > 1:
+            return context.seq_state_size(self.seq_id)
+        self.cells.share(other.cells, len(self.ledger))
+        return context.seq_state_size(self.seq_id, partial=True) if self.runtime.is_recurrent else 0
 
     @property
     def layout(self) -> bool:

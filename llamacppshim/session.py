@@ -80,6 +80,7 @@ class Session(Closing):
         self._answer: Answer | None = None
         self._branch_bytes = 0
         self._replies: dict[str, Tokens] = {}
+        self._cut_short = False  # the last prefix was not read to its end
         self.n_changes = 0  # a generator that finds another number has been overtaken
 
     # The prefix.
@@ -143,6 +144,7 @@ class Session(Closing):
                 # The prefix was not finished: what is proven is all that the session holds.
                 self.holding.cut_to_held()
                 self._n_prefix, self._stage, self._prefix = len(self.sequence), "empty", None
+                self._cut_short = True
                 raise
             self._prompts.describe(prefix)
             self._n_prefix, self._stage, self._prefix = n, "prefix", prefix
@@ -311,13 +313,14 @@ class Session(Closing):
         Returns
         -------
         Chunks, the last with its ``finish_reason``: ``stop`` (an end-of-generation token, or a stop text), ``length``
-        (max_tokens), ``cancelled`` (or timeout_s), ``context_full``.
+        (max_tokens), ``cancelled`` (or timeout_s, or another call changed what is held), ``context_full``.
 
         Raises
         ------
         ContextOverflowError  other sessions have taken the cells (kv_unified)
         DecodeError           of the context; the session goes on from what is proven
         GrammarError, InvalidArgumentError, OutOfRangeError  the configuration
+        ManifestMismatchError  the last `ensure_prefix` was cut short, or the identity is another by now
         """
         return Step(self, self.runtime.decode_config(config, overrides)).chunks()
 
@@ -440,6 +443,8 @@ class Session(Closing):
     def answer_for(self, config: DecodeConfig) -> Answer:
         """The last answer where nothing has happened since and the sampling is the same; else a new one, which
         `take_up` makes the session's. Changes nothing. Entered."""
+        if self._cut_short:
+            raise ManifestMismatchError("the prefix was not read to its end: call ensure_prefix again", field="prefix")
         self._require_same_identity()
         at = len(self.holding.target)
         if at == 0:
@@ -551,7 +556,7 @@ class Session(Closing):
         child = Session(self.runtime, sequence)
         child.holding.replace(tokens)
         child.holding.n_prompt = min(at, self.holding.n_prompt)
-        child._identity, child._n_prefix = self._identity, min(at, self._n_prefix)
+        child._identity, child._n_prefix, child._cut_short = self._identity, min(at, self._n_prefix), self._cut_short
         if at >= self._n_prefix:
             child._stage, child._prefix = "prefix" if at == self._n_prefix else self._stage, self._prefix
         exact: Literal["bitwise", "token"] = "bitwise" if child.holding.is_exact else "token"
@@ -725,7 +730,7 @@ class Session(Closing):
         if self._state == "fatal":
             raise SessionFatalError(cause=self._cause)
         if self._state == "closed":
-            raise SessionClosedError
+            raise SessionClosedError(reason="its runtime is closed" if self.runtime.closed else "session is closed")
 
     def _enter(self, call: _Call) -> _Call | None:
         """Takes the session for a call; the one that has it, where there is one."""
@@ -755,7 +760,7 @@ class Session(Closing):
         try:
             other = self._enter(call)
             if self._closing:  # else a close would wait for as long as others come
-                raise SessionClosedError
+                raise SessionClosedError(reason="session is being closed")
             if other is not None:
                 who = "this thread" if other.thread == call.thread else "another thread"
                 raise BusyError(f"{who} is inside this session")
@@ -766,7 +771,7 @@ class Session(Closing):
                 yield self.sequence
             except DecodeAbortedError as error:
                 if stop.requested:
-                    error.args = (f"{stop.take()}; {len(self.sequence)} tokens are resident",)
+                    error.args = (stop.why(len(self.sequence)),)
                 raise
             except DecodeFatalError as error:
                 self.fail(error)
@@ -797,6 +802,7 @@ class Session(Closing):
     def _begin_change(self) -> None:
         """What was generated, if anything, is no longer taken up."""
         self.n_changes += 1
+        self._cut_short = False
         self._drop_answer()
 
     def _drop_answer(self) -> None:

@@ -83,9 +83,9 @@ class SnapshotStore:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        *,
         max_bytes: int = 8 << 30,
         ttl_s: float | None = None,
+        *,
         collect: bool = True,
     ) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:

@@ -995,7 +995,7 @@ yarn_orig_ctx
 
     def seq_state_size(self, seq_id, partial=False):
         """Bytes that `seq_state_save` would give now."""
-        return self.measure(as_int(seq_id, "seq_id", 0, INT32_MAX), partial)
+        return self.measure(as_int(seq_id, "seq_id", 0, self.n_seq_max - 1), partial)
 
     def seq_state_save(self, seq_id, partial=False):
         """One sequence as bytes.
@@ -1006,12 +1006,12 @@ yarn_orig_ctx
             Only what cannot be cut: the window, or the recurrent part. Usable while the rest is still resident. On
             attention memories the same as a full state.
         """
-        return self.save(as_int(seq_id, "seq_id", 0, INT32_MAX), partial)
+        return self.save(as_int(seq_id, "seq_id", 0, self.n_seq_max - 1), partial)
 
     def seq_state_load(self, seq_id, data, partial=False):
         """Replace one sequence by what `seq_state_save` gave with the same ``partial``. Raises as `state_load`; what
         that says of the memory holds for the sequence."""
-        self.load(as_int(seq_id, "seq_id", 0, INT32_MAX), data, partial)
+        self.load(as_int(seq_id, "seq_id", 0, self.n_seq_max - 1), data, partial)
 
     cdef size_t measure(self, int32_t seq_id, bint partial) except? 0:
         cdef size_t n = 0

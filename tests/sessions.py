@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent-3": ("tiny-mamba", {"n_seq_max": 3, "n_ctx": 3 * N_CTX}),
     "hybrid": ("tiny-hybrid", {}),
     "hybrid-3": ("tiny-hybrid", {"n_seq_max": 3, "n_ctx": 3 * N_CTX}),
+    "hybrid-unified": ("tiny-hybrid", {"n_seq_max": 3, "kv_unified": True, "n_ctx": 3 * N_CTX}),
 }
 CUT = {kind for kind, (name, values) in KINDS.items() if name in ("tiny-llama", "tiny-spm") or "swa_full" in values}
 SEVERAL = [kind for kind, (_, values) in KINDS.items() if values.get("n_seq_max") == 3]

@@ -14,6 +14,8 @@ from llamacppshim import Model, _native, collect_many, decode_many, prefill_many
 from llamacppshim.config import DecodeConfig
 from llamacppshim.errors import (
     ContextOverflowError,
+    GrammarError,
+    InternalError,
     InvalidArgumentError,
     OutOfRangeError,
     SessionClosedError,
@@ -32,6 +34,7 @@ NINE: dict[str, dict[str, Any]] = {
     "swa-full": {"n_seq_max": 9, "n_ctx": 9 * N_CTX},
     "recurrent": {"n_seq_max": 9, "n_ctx": 9 * N_CTX},
     "hybrid": {"n_seq_max": 9, "n_ctx": 9 * N_CTX},
+    "hybrid-unified": {"n_seq_max": 9, "n_ctx": 9 * N_CTX},
 }
 EVERY_KIND = pytest.mark.parametrize("kind", NINE)
 
@@ -180,8 +183,38 @@ def test_too_few_sequences_make_no_branch_at_all(models: dict[str, Model]) -> No
             child.close()
 
 
-def test_shared_cells_are_counted_once(models: dict[str, Model]) -> None:
-    with open_runtime(models, "unified", n_ctx=N_CTX, n_seq_max=4) as runtime, runtime.session() as parent:
+@pytest.mark.parametrize("kind", ["unified", "swa-unified", "hybrid-unified"])
+def test_branches_that_share_their_cells_go_on_beyond_the_window(models: dict[str, Model], kind: str) -> None:
+    """What branches share of a window is given up when none of them shows it any more, and not before."""
+    n = 160
+    with open_runtime(models, kind, n_seq_max=4, n_ctx=2 * N_CTX) as runtime:
+        with runtime.session() as cold:
+            cold.ensure_prefix(PREFIX)
+            alone = cold.collect(max_tokens=n, ignore_eos=True).tokens
+        with runtime.session() as parent:
+            parent.ensure_prefix(PREFIX)
+            children = parent.branch(2)
+            family = [parent, *children]
+            for session in family:
+                found = session.collect(max_tokens=n // 2, ignore_eos=True).tokens
+                require_same_but_for_ties(runtime, list(PREFIX), found, alone[: n // 2])
+            for answer in collect_many(family, max_tokens=n // 2, ignore_eos=True):
+                assert len(answer.tokens) == n // 2 and answer.error is None
+            assert runtime.resident_tokens == len(PREFIX) + 3 * (n - 1)
+            with runtime.session() as other:
+                other.ensure_prefix(some_tokens(200, seed=1))
+                snapshot = other.snapshot()
+                other.close()
+                with runtime.session() as restored:
+                    restored.restore(snapshot)
+                    assert restored.collect(max_tokens=4, ignore_eos=True).finish_reason == "length"
+            for child in children:
+                child.close()
+
+
+@pytest.mark.parametrize("kind", ["unified", "swa-unified", "hybrid-unified"])
+def test_shared_cells_are_counted_once(models: dict[str, Model], kind: str) -> None:
+    with open_runtime(models, kind, n_ctx=N_CTX, n_seq_max=4) as runtime, runtime.session() as parent:
         parent.ensure_prefix(some_tokens(300))
         one, other = parent.branch(2)
         assert runtime.resident_tokens == 300
@@ -319,9 +352,37 @@ def test_a_session_that_moves_on_leaves_the_others(models: dict[str, Model]) -> 
         steps = decode_many(sessions, max_tokens=10, ignore_eos=True)
         next(steps)
         sessions[0].ensure_prefix(PREFIX)
-        rest = list(steps)
-        assert len(rest) == 9 and all(set(step) == {sessions[1]} for step in rest)
+        first, *rest = list(steps)
+        assert first.pop(sessions[0]).finish_reason == "cancelled"
+        assert len(rest) == 8 and all(set(step) == {sessions[1]} for step in [first, *rest])
         assert len(sessions[0].tokens) == len(PREFIX)
+        for session in sessions:
+            session.close()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [
+        ({"grammar": 'root ::= "a" [\\x00]'}, GrammarError),
+        ({"logit_bias": dict.fromkeys(range(50_259), -np.inf)}, InternalError),
+    ],
+)
+def test_a_session_that_cannot_choose_ends_alone(
+    models: dict[str, Model], failing: dict[str, Any], error: type[Exception], order: int
+) -> None:
+    with open_runtime(models, "streams") as runtime:
+        alone = [cold_tokens(runtime, some_tokens(40, seed=i), [], 8) for i in range(2)]
+        sessions = [runtime.session() for _ in range(3)]
+        for i, session in enumerate(sessions):
+            session.ensure_prefix(some_tokens(40, seed=i))
+        plain = DecodeConfig(max_tokens=8, ignore_eos=True)
+        configs = [plain, plain, DecodeConfig(max_tokens=8, **failing)]
+        answers = collect_many(sessions[::order], configs[::order])[::order]
+        assert [answer.tokens for answer in answers[:2]] == alone
+        assert [answer.error for answer in answers[:2]] == [None, None]
+        assert isinstance(answers[2].error, error)
+        np.testing.assert_array_equal(sessions[2].tokens, [*some_tokens(40, seed=2), *answers[2].tokens])
         for session in sessions:
             session.close()
 

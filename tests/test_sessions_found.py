@@ -8,15 +8,17 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import RunChild
-from sessions import ALARM, TOLERANCE, last_row, open_runtime, some_tokens
+from sessions import ALARM, N_CTX, TOLERANCE, last_row, open_runtime, some_tokens
 
 from llamacppshim import (
+    ContextManifest,
     DecodeConfig,
     Model,
     Runtime,
@@ -24,6 +26,7 @@ from llamacppshim import (
     Session,
     Snapshot,
     SnapshotStore,
+    collect_many,
     decode_many,
     prefill_many,
     read_folder,
@@ -390,6 +393,77 @@ def test_a_branch_at_the_prefix_is_a_prefix(models: dict[str, Model]) -> None:
         (child,) = session.branch(at=session.n_prefix)
         child.prefill_suffix("other")
         child.close()
+
+
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_nothing_answers_on_a_prefix_that_was_not_read_to_its_end(models: dict[str, Model], kind: str) -> None:
+    prompt = some_tokens(200)
+    with open_runtime(models, kind, n_seq_max=3, n_ctx=3 * N_CTX) as runtime, runtime.session() as session:
+
+        def cancel(done: int, total: int) -> None:
+            if done == 64:
+                session.cancel()
+
+        with pytest.raises(DecodeAbortedError, match=r"^it was cancelled; 64 tokens are resident$"):
+            session.ensure_prefix(prompt, progress=cancel)
+        (child,) = session.branch()
+        calls: list[Callable[[Session], object]] = [
+            Session.decode,
+            Session.collect,
+            lambda one: one.prefill_suffix([5]),
+            lambda one: collect_many([one]),
+        ]
+        for one in (session, child):
+            for call in calls:
+                with pytest.raises(ManifestMismatchError, match="call ensure_prefix"):
+                    call(one)
+        child.close()
+        assert session.ensure_prefix(prompt).reused_tokens == 64
+        assert session.collect(max_tokens=3, ignore_eos=True).tokens
+
+        def cancel_at_once(done: int, total: int) -> None:
+            session.cancel()
+
+        with pytest.raises(DecodeAbortedError, match=r"^it was cancelled; 2[0-9][0-9] tokens are resident$"):
+            session.prefill_suffix(some_tokens(100, seed=1), append=True, progress=cancel_at_once)
+        assert session.collect(max_tokens=3, ignore_eos=True).tokens  # the suffix is as if it had not been begun
+
+
+def test_an_iterator_whose_session_was_used_otherwise_says_that_it_ends(models: dict[str, Model]) -> None:
+    with open_runtime(models, "streams") as runtime, runtime.session() as session, runtime.session() as other:
+        for one in (session, other):
+            one.ensure_prefix("Hello world.\n")
+        chunks = session.decode(max_tokens=6, ignore_eos=True)
+        next(chunks)
+        steps = decode_many([session, other], max_tokens=3, ignore_eos=True)
+        assert [chunk.finish_reason for chunk in chunks] == ["cancelled"]
+        next(steps)
+        session.ensure_prefix("Another.\n")
+        assert [step[session].finish_reason for step in steps if session in step] == ["cancelled"]
+
+
+def test_a_closed_session_says_why(models: dict[str, Model]) -> None:
+    with open_runtime(models, "streams") as runtime:
+        session, other = runtime.session(), runtime.session()
+        session.close()
+        with pytest.raises(SessionClosedError, match="session is closed") as closed:
+            session.ensure_prefix("A")
+        assert closed.value.reason == "session is closed"
+    with pytest.raises(SessionClosedError) as closed:
+        other.ensure_prefix("A")
+    assert closed.value.reason == str(closed.value) == "its runtime is closed"
+    assert SessionClosedError().reason == "session is closed"
+
+
+def test_a_manifest_is_read_strictly(models: dict[str, Model]) -> None:
+    with open_runtime(models, "attention") as runtime, runtime.session() as session:
+        session.ensure_prefix("Hello world.\n")
+        manifest = session.explain().manifest
+    assert manifest is not None
+    assert ContextManifest.from_json(manifest.to_json()) == manifest
+    for wrong in (b"", b"x", b"{}", b"[]", b"\xff", manifest.to_json().replace(b'"n_ctx"', b'"n_ctxx"')):
+        with pytest.raises(InvalidArgumentError, match="not a manifest"):
+            ContextManifest.from_json(wrong)
 
 
 # Runtimes.

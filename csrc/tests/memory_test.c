@@ -44,6 +44,19 @@ static bool rm(lcs_context * ctx, int32_t seq_id, int32_t p0, int32_t p1) {
     return removed;
 }
 
+/* Of cells in another order: sums differ in their last bits, and with them what is rounded into later cells. */
+static void check_near_logits(lcs_context * ctx, lcs_context * cold, int32_t n_vocab, float bound) {
+    const float * a = NULL;
+    const float * b = NULL;
+    float         largest = 0;
+    CHECK_OK(lcs_context_logits(ctx, -1, &a));
+    CHECK_OK(lcs_context_logits(cold, -1, &b));
+    for (int32_t t = 0; t < n_vocab; ++t) {
+        largest = fabsf(a[t] - b[t]) > largest ? fabsf(a[t] - b[t]) : largest;
+    }
+    CHECK(largest < bound);
+}
+
 static void test_arguments_are_judged(lcs_model * model) {
     lcs_context * ctx = make(model, 2, true);
     bool          removed = false;
@@ -206,6 +219,37 @@ static void test_a_windowed_memory_tells_what_is_left(lcs_model * model) {
     lcs_context_free(ctx);
 }
 
+/* What sequences share of a window is given up once none of them shows it: for a decode, a batch and a state. */
+static void test_sequences_that_share_a_window_all_go_on(lcs_model * model) {
+    enum { N = 200, N_SEQ = 4, N_MORE = 56 };
+    const int32_t      n_vocab = n_vocab_of(model);
+    lcs_context_params p;
+    lcs_context *      ctx = NULL;
+    lcs_context_params_init(&p);
+    p.n_ctx = 1024;
+    p.n_batch = 64;
+    p.n_ubatch = N_UBATCH;
+    p.n_seq_max = N_SEQ;
+    p.kv_unified = true;
+    p.n_threads = 1;
+    CHECK_OK(lcs_context_init(model, &p, &ctx));
+    lcs_context * cold = make(model, 1, true);
+    feed(ctx, 0, 0, N);
+    feed(cold, 0, 0, N);
+    for (int32_t s = 1; s < N_SEQ; ++s) {
+        CHECK_OK(lcs_context_seq_cp(ctx, 0, s, 0, -1));
+    }
+    for (int32_t at = N; at < N + N_MORE; ++at) {
+        feed(cold, 0, at, at + 1);
+        for (int32_t s = 0; s < N_SEQ; ++s) {
+            feed(ctx, s, at, at + 1);
+            check_near_logits(ctx, cold, n_vocab, 0.25f); /* they reach 60 */
+        }
+    }
+    lcs_context_free(ctx);
+    lcs_context_free(cold);
+}
+
 static void test_a_recurrent_memory_is_cut_whole_or_not_at_all(lcs_model * model) {
     const int32_t n_vocab = n_vocab_of(model);
     lcs_context * ctx = make(model, 2, false);
@@ -254,15 +298,7 @@ static void test_rollback_slots_hold_only_the_last_ubatch(lcs_model * model) {
     lcs_context * cold = NULL;
     CHECK_OK(lcs_context_init(model, &p, &cold));
     feed(cold, 0, 0, 20);
-    const float * a = NULL;
-    const float * b = NULL;
-    CHECK_OK(lcs_context_logits(ctx, -1, &a));
-    CHECK_OK(lcs_context_logits(cold, -1, &b));
-    float largest = 0;
-    for (int32_t t = 0; t < n_vocab; ++t) {
-        largest = fabsf(a[t] - b[t]) > largest ? fabsf(a[t] - b[t]) : largest;
-    }
-    CHECK(largest < 0.05f);
+    check_near_logits(ctx, cold, n_vocab, 0.05f);
     feed(ctx, 0, 20, 21);
     CHECK(!rm(ctx, 0, 19, -1)); /* after one token the older slots are stale, though llama.cpp would take them */
     lcs_context_free(ctx);
@@ -285,6 +321,7 @@ int main(int argc, char ** argv) {
     test_a_pending_copy_is_done_before_the_memory_is_cleared(llama);
     test_a_shift_moves_positions(llama);
     test_a_windowed_memory_tells_what_is_left(swa);
+    test_sequences_that_share_a_window_all_go_on(swa);
     test_a_recurrent_memory_is_cut_whole_or_not_at_all(mamba);
     test_a_recurrent_memory_is_cut_whole_or_not_at_all(hybrid);
     test_rollback_slots_hold_only_the_last_ubatch(hybrid);
