@@ -95,7 +95,7 @@ def _open_store(err: Console) -> SnapshotStore | None:
 
 def open_runtime(header: GgufHeader, store: SnapshotStore | None, **overrides: Any) -> Runtime:
     """By the profile beside the model, if that is for it. Raises as `Runtime.open` and `Runtime.from_profile`."""
-    # Each sequence takes cells for a window of its own, much of a model that is mostly windows: branches are parked there.
+    # Each sequence takes cells for a window of its own, which is much for a model of windows: its branches are parked.
     n_seq_max = 1 if header.n_swa else N_SESSIONS
     # A session that has lost its middle could not be kept.
     values = {"n_seq_max": n_seq_max, "kv_unified": True, "on_overflow": "error", **overrides}
