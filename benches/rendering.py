@@ -24,6 +24,7 @@ N_BYTES = 118_000
 if TYPE_CHECKING:
     from llamacppshim import Rendered
     from llamacppshim.chat import Chatter, Prompt
+    from llamacppshim.replies import Replies
 
 
 def conversation(n_messages: int) -> list[dict[str, str]]:
@@ -45,24 +46,26 @@ def tool(i: int) -> dict[str, Any]:
 
 
 def turn(
-    chatter: Chatter, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None
+    chatter: Chatter, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None, replies: Replies
 ) -> tuple[Rendered, Prompt]:
     rendered = chatter.render(messages, tools, {})
-    return rendered, chatter.prompt(list(rendered.parts), {}, rendered)
+    return rendered, chatter.prompt(list(rendered.parts), replies, rendered)
 
 
 def measure(model: str, n_messages: int, n_tools: int, n_turns: int, template: str | None) -> dict[str, Any]:
     from llamacppshim import Runtime
     from llamacppshim.chat import Chatter
+    from llamacppshim.replies import Replies
     from llamacppshim.text import Tokenizer
 
     source = None if template is None else Path(template).read_text("utf-8")
     tools = [tool(i) for i in range(n_tools)] or None
+    replies = Replies()
     times: dict[str, list[float]] = {"render": [], "tokens": [], "turn": [], "new": [], "anew": []}
     with Runtime.open(model, n_ctx=256, chat_template=source) as runtime:
         messages = conversation(n_messages)
         warm = Chatter(runtime)
-        turn(warm, messages, tools)
+        turn(warm, messages, tools, replies)
         shared = runtime.tokenizer
         plain = shared.plain
         new_s = 0.0
@@ -82,7 +85,7 @@ def measure(model: str, n_messages: int, n_tools: int, n_turns: int, template: s
             began = time.perf_counter()
             rendered = warm.render(messages, tools, {})
             between = time.perf_counter()
-            prompt = warm.prompt(list(rendered.parts), {}, rendered)
+            prompt = warm.prompt(list(rendered.parts), replies, rendered)
             ended = time.perf_counter()
             times["render"].append(between - began)
             times["tokens"].append(ended - between)
@@ -93,7 +96,7 @@ def measure(model: str, n_messages: int, n_tools: int, n_turns: int, template: s
             assert cold.template.source  # compiled
             runtime.tokenizer = Tokenizer(runtime.model)
             began = time.perf_counter()
-            expected, expected_prompt = turn(cold, messages, tools)
+            expected, expected_prompt = turn(cold, messages, tools, replies)
             times["anew"].append(time.perf_counter() - began)
             cold.close()
             runtime.tokenizer = shared

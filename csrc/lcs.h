@@ -729,6 +729,7 @@ typedef struct lcs_sampler_params {
     size_t                 n_logit_bias;
     const char           * grammar;           /* GBNF, NUL-terminated; NULL: none */
     const char           * grammar_root;      /* NULL: "root" */
+    const char           * grammar_prefix;    /* text before the first choice that the grammar begins with; NULL: none */
     bool                   grammar_lazy;      /* inactive until a trigger */
     const char * const   * trigger_patterns;  /* regular expressions over the whole output so far */
     size_t                 n_trigger_patterns;
@@ -745,7 +746,7 @@ LCS_API void lcs_sampler_params_init(lcs_sampler_params * params_out);
  * ARG RANGE  a value outside its range (not finite, a token outside the vocabulary, last_n over 1,000,000, a DRY
  *            breaker of over 40 bytes, ...)
  * GRAMMAR    the grammar does not parse, has no root, is left-recursive, or exceeds its limits (1 MiB of text, nesting
- *            256, a repetition of 4,096); a trigger pattern is no regular expression
+ *            256, a repetition of 4,096); it does not begin with its prefix; a trigger pattern is no regular expression
  * Source: llama_sampler_init_*.
  */
 LCS_API lcs_status lcs_sampler_init(lcs_model * model, const lcs_sampler_params * params, lcs_sampler ** sampler_out);

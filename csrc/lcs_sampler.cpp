@@ -282,7 +282,16 @@ std::shared_ptr<const grammar_matcher> make_grammar(std::shared_ptr<model_box> m
         }
     }
     fault_point();
-    return std::make_shared<grammar_matcher>(std::move(rules), std::move(triggers), std::move(model));
+    auto matcher = std::make_shared<grammar_matcher>(std::move(rules), std::move(triggers), std::move(model));
+    if (p.grammar_prefix != nullptr && *p.grammar_prefix != '\0') {
+        if (p.grammar_lazy) {
+            fail(LCS_STATUS_ARG, "a lazy grammar begins where it is triggered, and has no prefix", "grammar_prefix");
+        }
+        if (!matcher->accept_text(p.grammar_prefix)) {
+            fail(LCS_STATUS_GRAMMAR, "the grammar does not begin with its prefix");
+        }
+    }
+    return matcher;
 }
 
 [[noreturn]] void fail_nan() {

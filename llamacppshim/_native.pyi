@@ -410,6 +410,7 @@ class Sampler:
         logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None,
         grammar: str | bytes | None = None,
         grammar_root: str | bytes | None = None,
+        grammar_prefix: str | bytes | None = None,
         grammar_lazy: bool = False,
         trigger_patterns: Iterable[str | bytes] = (),
         trigger_tokens: _Ints = (),

@@ -19,6 +19,7 @@ from llamacppshim.config import DecodeConfig
 from llamacppshim.errors import InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.formats import Messages, Parts, needs_tools, require_format, text_of, written
 from llamacppshim.ledger import Ledger, Tokens
+from llamacppshim.replies import Replies
 from llamacppshim.report import PrefixStatus
 from llamacppshim.reuse import Difference
 from llamacppshim.runtime import Runtime
@@ -116,16 +117,17 @@ class Chatter:
         if rendered.grammar and config.grammar is None:
             patterns, tokens = _triggers(rendered)
             changes |= {"grammar": rendered.grammar, "grammar_lazy": rendered.grammar_lazy}
+            # It is one of the whole turn, of which the prompt has the beginning already.
+            changes["grammar_prefix"] = None if rendered.grammar_lazy else rendered.generation_prompt
             changes |= {"trigger_patterns": patterns, "trigger_tokens": tokens}
         return msgspec.structs.replace(config, **changes) if changes else config
 
     # Tokens.
 
-    def prompt(self, parts: Parts, replies: Mapping[str, Tokens], rendered: Rendered | None) -> Prompt:
+    def prompt(self, parts: Parts, replies: Replies, rendered: Rendered | None) -> Prompt:
         """The parts as tokens. Special tokens are only where the format itself wrote them, and BOS is there once."""
         parts = _merged(parts)
-        known = [replies.get(text) if is_input else None for text, is_input in parts]
-        ledger, starts, n_joint = self._begun(parts, known)
+        ledger, starts, known, n_joint = self._begun(parts, replies)
         n_begun = len(starts)
         run: list[bytes] = []  # parts that may be tokenised as one text
 
@@ -137,10 +139,14 @@ class Chatter:
                 self._append(ledger, starts, run)
                 run.clear()
 
-        for (text, is_input), reply in zip(parts[n_begun:], known[n_begun:], strict=True):
+        for text, is_input in parts[n_begun:]:
             data = text.encode()
-            if reply is not None:
+            reply = None
+            if is_input and text in replies:
                 flush()
+                reply = replies.find(text, len(ledger))
+            known.append(reply)
+            if reply is not None:
                 starts.append(len(ledger))
                 ledger.extend(reply)
             elif is_input and not self._plain(data):
@@ -155,24 +161,25 @@ class Chatter:
         tokens, starts, _ = self.runtime.with_bos(ledger.copy(), starts)
         return Prompt(tokens, tuple(starts), tuple(parts), rendered)
 
-    def _begun(self, parts: Parts, replies: list[Tokens | None]) -> tuple[Ledger, list[int], int]:
-        """The tokens of the first parts, where each begins, and how many of them are one text, from an earlier prompt.
+    def _begun(self, parts: Parts, replies: Replies) -> tuple[Ledger, list[int], list[Tokens | None], int]:
+        """The tokens of the first parts, where each begins, which are replies, and how many of them are one text, from
+        an earlier prompt.
 
         What follows that text only adds tokens, so what is known of it holds for every prompt that begins so.
         """
         best, n = None, 0
         for done in self._done:
             same = 0
-            for part, other, reply, its_reply in zip(parts, done.parts, replies, done.replies, strict=False):
-                if part != other or not _same_reply(reply, its_reply):
+            for part, other, its_reply, at in zip(parts, done.parts, done.replies, done.starts, strict=False):
+                if part != other or (part[1] and not _same_reply(replies.find(part[0], at), its_reply)):
                     break
                 same += 1
             if same > max(n, done.n_joint):  # the part that ends the text is the same too
                 best, n = done, same
         if best is None:
-            return Ledger(), [], 0
+            return Ledger(), [], [], 0
         end = best.starts[n] if n < len(best.starts) else len(best.tokens)
-        return Ledger(best.tokens[:end]), best.starts[:n], best.n_joint
+        return Ledger(best.tokens[:end]), best.starts[:n], best.replies[:n], best.n_joint
 
     def _append(self, ledger: Ledger, starts: list[int], run: list[bytes]) -> None:
         """A run of parts, in which special tokens stand where the format wrote them, and nowhere else."""
@@ -225,6 +232,8 @@ class Reply:
     ----------
     status
         Of the prefix: what was reused and read.
+    begin
+        The token at which it begins.
     """
 
     def __init__(
@@ -236,6 +245,7 @@ class Reply:
         self.finish_reason: FinishReason | None = None
         self._session = session
         self._chatter = chatter
+        self.begin = len(prompt.tokens)
         self._rendered = prompt.rendered
         self._chunks = session.decode(config)
 
@@ -249,7 +259,7 @@ class Reply:
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             if chunk.finish_reason in ("stop", "length"):
-                self._session.remember_reply(self.text, self.tokens)
+                self._session.remember_reply(self.text, self.tokens, self.begin)
         return chunk
 
     @property

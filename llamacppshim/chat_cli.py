@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from llamacppshim import history, workspace
-from llamacppshim.conversation import Conversation, Refreshed, Turn
+from llamacppshim.conversation import WORTH_KEEPING_TOKENS, Conversation, Refreshed, Turn
 from llamacppshim.demo import model_file
 from llamacppshim.errors import ContextOverflowError, InvalidArgumentError, LlamaCppShimError, SnapshotError
 from llamacppshim.fit_cli import show
@@ -34,10 +34,14 @@ from llamacppshim.terminal import Bar, Lines, say, seconds, spinner, stream
 
 #: A conversation and three branches can be warm at once. They share the cells, so more of them cost next to nothing.
 N_SESSIONS = 4
+#: Reading so many tokens of a question again would take so long that what is held is kept at once after its answer.
+KEPT_AT_ONCE_TOKENS = 512
 #: Of a prefill's pieces: as fast as larger ones on a CPU, and a bar that moves.
 N_UBATCH = 256
 MAX_NAMES = 6
 ENDING_SIGNALS = ("SIGTERM", "SIGHUP")
+UNSAVED = "the conversation could not be saved"
+UNKEPT = "what was read could not be kept, and is read again the next time"
 FULL = "the context is full: /back to before a branch, or start again with a larger --ctx or with --new"
 
 
@@ -57,8 +61,9 @@ def run(options: Options) -> int:
 
     Raises what opening the model and reading the folder raise.
     """
-    if sys.stdin is None:
-        raise InvalidArgumentError("there is no standard input")
+    for name, what in (("stdin", "input"), ("stdout", "output")):
+        if getattr(sys, name) is None:
+            raise InvalidArgumentError(f"there is no standard {what}")
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     folder = None if options.repo is None else os.fspath(options.repo.resolve())
     path = model_file(err, options.model)
@@ -87,7 +92,8 @@ def run(options: Options) -> int:
 def _open_store(err: Console) -> SnapshotStore | None:
     """Where states are kept; None where nothing can be written, which is no reason not to talk."""
     try:
-        return SnapshotStore(history.make_home() / "states", max_bytes=history.STATE_BYTES, ttl_s=history.STATE_TTL_S)
+        history.make_home()
+        return SnapshotStore(history.states(), max_bytes=history.STATE_BYTES, ttl_s=history.STATE_TTL_S)
     except (LlamaCppShimError, OSError) as error:
         say(err, f"this conversation cannot be kept: {error}", style="yellow")
         return None
@@ -129,6 +135,10 @@ class Chat:
         self._place = place
         self._seen: str | None = None  # the file at that place, where the conversation goes on from it
         self._state = ""  # the store's entry that it names
+        self._own = history.beside(place)  # where it is kept while that place is another chat's
+        self._is_beside = False
+        # Why nothing is kept, of what was told already. Without a store, the first line says it.
+        self._told = {UNSAVED} if conversation.runtime.store is None else set()
         self._leaving = False  # an interrupt at an empty prompt was the last thing that happened
         self._lines = Lines(err)
         self._bar = Bar(err)
@@ -154,9 +164,6 @@ class Chat:
                 self.conversation.begin(found)
                 self._tell_folder()
             self._read_ahead()
-        # What took long to read is not lost where the process is killed. On Ctrl-C it waits until one leaves.
-        with contextlib.suppress(KeyboardInterrupt), spinner(self._err, "keeping what was read"):
-            self.keep()
 
     def _take_up(self, found: workspace.Files) -> None:
         """A conversation of before goes on, over the folder as it is now."""
@@ -195,38 +202,65 @@ class Chat:
         self.note(line)
 
     def keep(self) -> bool:
-        """Saves the conversation at its default place, where it has changed; the text at least, if there is no room for
-        its state. Whether it is saved."""
-        if not self.conversation.changed:
+        """Saves the conversation at its default place, where it has changed or is not there; the text at least, if
+        there is no room for its state. Whether it is saved."""
+        if not self.conversation.changed and not self._is_beside:
             return True
-        try:
-            state = self.conversation.store_state(replacing=self._state)
-        except (LlamaCppShimError, OSError) as error:
-            self.warn(f"what was read could not be kept, and is read again the next time: {error}")
-            state = ""
-        try:
-            self._save(state)
-        except (LlamaCppShimError, OSError) as error:
-            self.warn(f"the conversation could not be saved: {error}")
+        state = self._keep_state() if self.conversation.changed else self._state
+        if not self._save(state, own=None):
             return False
         self.conversation.changed = False
         return True
 
-    def _keep_text(self) -> None:
-        """After each answer, so that a killed process loses none; its state is kept on leaving.
+    def _keep_now(self, *, with_state: bool) -> None:
+        """While it goes on, so that a killed process loses nothing that was said or took long to read.
 
-        Another chat that has come to the same place meanwhile stays there until one of the two leaves, and what cannot
-        be written is told then.
+        Another chat that has come to the same place meanwhile stays there until one of the two leaves.
         """
-        with contextlib.suppress(LlamaCppShimError, OSError):
-            if self._seen is None or history.digest(self._place) == self._seen:
-                self._save(self._state)
+        try:
+            if self._save(self._state, own=self._own) and with_state:
+                with spinner(self._err, "keeping what was read"):
+                    state = self._keep_state()
+                    if self._save(state, own=self._own) and state:
+                        self.conversation.changed = False
+        except KeyboardInterrupt:  # then it waits until one leaves
+            if not self.interactive:
+                raise
 
-    def _save(self, state: str) -> None:
-        kept = history.keep(self._place, self.conversation.record(state), self._seen)
-        self._seen, self._state = kept.digest, state
+    def _keep_state(self) -> str:
+        """The name of what is kept now of what was read; empty where that is nothing."""
+        try:
+            return self.conversation.store_state(replacing=self._state)
+        except (LlamaCppShimError, OSError) as error:
+            self._warn_once(UNKEPT, error)
+            return ""
+
+    def _save(self, state: str, own: Path | None) -> bool:
+        try:
+            kept = history.keep(self._place, self.conversation.record(state), self._seen, own)
+        except (LlamaCppShimError, OSError) as error:
+            self._warn_once(UNSAVED, error)
+            return False
+        self._state = state
+        if kept.path != self._place:
+            if not self._is_beside:
+                self.note(f"another chat has saved at the same place; until one of the two leaves, this one is {own}")
+            self._is_beside = True
+            return True
+        self._seen = kept.digest
+        if self._is_beside:
+            self._is_beside = False
+            with contextlib.suppress(OSError):
+                self._own.unlink()
         if kept.aside is not None:
             self.note(f"what was saved there before is now {kept.aside}: /load takes it")
+        return True
+
+    def _warn_once(self, what: str, error: Exception) -> None:
+        """Not after every answer: what hindered one hinders the next."""
+        if what not in self._told:
+            self._told.add(what)
+            self.warn(f"{what}: {error}")
 
     # The loop.
 
@@ -332,7 +366,7 @@ class Chat:
         is_said = self.conversation.conclude(turn)
         self._tell_turn(turn, interrupted=interrupted, is_said=is_said)
         if is_said:
-            self._keep_text()
+            self._keep_now(with_state=turn.reply.status.prefilled_tokens >= KEPT_AT_ONCE_TOKENS)
         if failed is not None:
             raise failed
         if interrupted and not self.interactive:
@@ -360,19 +394,23 @@ class Chat:
         self.warn(f"{n:,} tokens are wanted, the context has {error.num_ctx:,}; {FULL}")
 
     def _read_ahead(self) -> None:
-        """With a bar where it takes long; what it read is told. Ctrl-C leaves the rest for the next question."""
+        """With a bar where it takes long; what it read is told, and kept where that is much. Ctrl-C leaves the rest for
+        the next question."""
         began = time.perf_counter()
         try:
             with self._busy():
                 status = self.conversation.read_ahead(progress=self._bar.update)
         except KeyboardInterrupt:
             self.note("interrupted; the rest is read with the next question")
+            self._keep_now(with_state=True)
         except ContextOverflowError as error:
             self._tell_overflow(error)
         else:
             if status is not None:
                 took = seconds((time.perf_counter() - began) * 1e3)
                 self.note(f"reused {status.reused_tokens:,} tokens, read {status.prefilled_tokens:,} in {took}")
+                if status.prefilled_tokens >= WORTH_KEEPING_TOKENS:
+                    self._keep_now(with_state=True)
 
     # Commands.
 
@@ -423,25 +461,32 @@ class Chat:
     def save(self, argument: str) -> None:
         if not argument:
             self.conversation.changed = True
+            self._told.clear()
             if self.keep():
                 self.note(f"saved: {self._place}")
             return
-        path = Path(argument).expanduser()
+        path = _path(argument)
         history.save(path, self.conversation.record(), self.conversation.snapshot())
         self.note(f"saved: {path}")
 
     def load(self, argument: str) -> None:
         conversation = self.conversation
-        path = Path(argument).expanduser() if argument else self._place
+        path = _path(argument) if argument else self._place
         record = history.load(path)
         found = {} if conversation.folder is None else workspace.read(Path(conversation.folder))
         beside = history.state_beside(path)
+        was_said = any(branch.messages for branch in conversation.branches.values())
         try:
             why = conversation.resume(record, beside if beside.exists() else None)
         except SnapshotError as error:
             self.warn(f"{path}: {error}")
             return
         conversation.changed = True
+        if was_said:  # that stays where it is: what is saved from here on takes no file of it
+            self._seen, self._state = None, ""
+            self._own, self._is_beside = history.beside(self._place), False
+        if path == self._place:
+            self._seen, self._state = history.digest(path), record.state
         self.note(f"{path}: {_plural(len(conversation.current.messages) // 2, 'question')} so far")
         if why:
             self.note(f"what was read for it is not used: {why}")
@@ -472,23 +517,27 @@ class Chat:
             self._read_ahead()
 
     def _edited(self, path: Path) -> bool:
-        """Lets the user's editor, if one is named, edit a file; whether it did."""
-        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+        """Lets the user's editor, if one is named, edit a file; whether it did.
+
+        Raises InvalidArgumentError where what names it is no command line, OSError where it cannot be started.
+        """
+        editor = _editor()
         if not editor or not path.is_file():
             return False
         before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the editor's
         try:
-            done = subprocess.run([*shlex.split(editor), os.fspath(path)], check=False)
+            done = subprocess.run([*editor, os.fspath(path)], check=False)
         finally:
             signal.signal(signal.SIGINT, before)
         if done.returncode != 0:
-            self.warn(f"{editor} ended with {done.returncode}")
+            self.warn(f"{shlex.join(editor)} ended with {done.returncode}")
         return True
 
     def _tell(self, refreshed: Refreshed) -> None:
         names = f"changed: {_some(refreshed.names)}"
         if refreshed.in_place:
-            self.note(f"{names}; told in place: {refreshed.n_kept:,} tokens stay, {refreshed.n_read:,} are read again")
+            # How much is read again the next line says, which knows what the store has of it.
+            self.note(f"{names}; told in place, and what follows is read again")
         else:
             self.note(
                 f"{names}; {refreshed.n_update:,} tokens of it go with the next question, "
@@ -548,9 +597,29 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _editor() -> list[str]:
+    """The command line of the user's editor; nothing where none is named."""
+    for name in ("VISUAL", "EDITOR"):
+        value = os.environ.get(name, "").strip()
+        if value:
+            try:
+                return shlex.split(value)
+            except ValueError as error:
+                raise InvalidArgumentError(f"${name} is no command line: {error}: {value}") from error
+    return []
+
+
+def _path(argument: str) -> Path:
+    """As a user names one. Raises InvalidArgumentError for the home of a user that is unknown."""
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:
+        raise InvalidArgumentError(f"{argument}: {error}") from error
+
+
 def _name_within(folder: Path, argument: str) -> str:
     """A file's name as the folder has it: relative to it, or to where the chat was started."""
-    path = Path(argument).expanduser()
+    path = _path(argument)
     candidate = path if path.is_absolute() else folder / path
     if not candidate.exists() and path.exists():
         candidate = path.absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -75,12 +76,17 @@ def chat(
 def models() -> None:
     """List the models of this machine's Ollama stores and Hugging Face cache, as --model takes them, and which fit."""
     from llamacppshim.fit_cli import verdicts
+    from llamacppshim.hub import cache_place
     from llamacppshim.ollama import ollama_stores
 
     console = rich.console.Console()
-    found = list_models()
+    found, cache = list_models(), cache_place()
     if not found:
-        say(console, "none; looked in " + ", ".join(map(str, ollama_stores())) + " and the Hugging Face cache")
+        places = [*map(str, ollama_stores()), *([] if cache is None else [cache])]
+        say(console, "none; looked in " + " and ".join(places))
+    if cache is None:
+        needs = "the Hugging Face cache was not looked in: that needs pip install 'llamacppshim[hf]'"
+        say(rich.console.Console(stderr=True), needs)
     width = max((len(model.spec) for model in found), default=0)
     for model, verdict in verdicts(found):
         size = "-" if model.source is None else f"{model.n_bytes / 1e6:,.0f} MB"
@@ -109,6 +115,8 @@ def fit(
 
 def main() -> None:
     """The console script. An error is one line and exit code 1, Ctrl-C is 130."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # whoever has closed it wants to hear nothing
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows what it can

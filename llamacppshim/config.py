@@ -327,6 +327,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     logit_bias: tuple[tuple[int, float], ...] | Mapping[int, float] | None = None
     grammar: str | None = None
     grammar_root: str | None = None
+    grammar_prefix: str | None = None
     grammar_lazy: bool = False
     trigger_patterns: tuple[str, ...] = ()
     trigger_tokens: tuple[int, ...] = ()

@@ -31,7 +31,7 @@ from llamacppshim.errors import (
     TemplateError,
 )
 from llamacppshim.formats import written
-from llamacppshim.history import FORMAT, VERSION, BranchRecord, Message, Record, require_name
+from llamacppshim.history import FORMAT, VERSION, BranchRecord, Message, Record, load_state, require_name
 from llamacppshim.ledger import Tokens
 from llamacppshim.report import PrefixStatus
 from llamacppshim.reuse import common_prefix
@@ -137,6 +137,21 @@ class Refreshed(NamedTuple):
     in_place: bool
 
 
+class _Attempt(NamedTuple):
+    """A read that ended for want of cells: the tokens that it had reused, and those that it had computed."""
+
+    n_reused: int
+    n_read: int
+
+    def and_then(self, status: PrefixStatus) -> PrefixStatus:
+        """The status of the whole, of which this one is the end: what was computed on the way to it is read."""
+        return msgspec.structs.replace(
+            status,
+            reused_tokens=min(self.n_reused, status.reused_tokens),
+            prefilled_tokens=self.n_read + status.prefilled_tokens,
+        )
+
+
 class Conversation:
     """On one runtime, whose sequences it uses as it needs them.
 
@@ -203,7 +218,16 @@ class Conversation:
         session = self._session(branch)
         messages = self._messages([*branch.messages, question])
         values: dict[str, Any] = {"prompt_format": self.format, "config": self._config, "progress": progress}
-        reply = self._with_room(lambda: session.chat(messages, **values))
+        try:
+            reply, first = self._with_room(session, lambda: session.chat(messages, **values))
+        except ContextOverflowError:
+            raise
+        except BaseException:
+            self.changed = True  # what was read until then is worth keeping
+            raise
+        if first is not None:
+            reply.status = first.and_then(reply.status)
+        self.changed = self.changed or reply.status.prefilled_tokens >= WORTH_KEEPING_TOKENS
         if reply.status.available_tokens < self.max_tokens:
             self._park_others()
         return Turn(question, reply, began, thinks=self._thinks)
@@ -215,7 +239,7 @@ class Conversation:
         if not answer.content:
             return False
         assert self.current.session is not None
-        self.current.session.remember_reply(turn.reply.text, turn.reply.tokens)
+        self.current.session.remember_reply(turn.reply.text, turn.reply.tokens, turn.reply.begin)
         self.current.messages += [turn.question, answer]
         self.current.pending = []
         self.changed = True
@@ -227,12 +251,14 @@ class Conversation:
             return None
         session, tokens = self._session(self.current), self._before_next()
         try:
-            status = self._with_room(lambda: session.ensure_prefix(tokens, progress=progress))
+            status, first = self._with_room(session, lambda: session.ensure_prefix(tokens, progress=progress))
         except ContextOverflowError:
             raise  # nothing was read
         except BaseException:
             self.changed = True  # what was read until then is worth keeping
             raise
+        if first is not None:
+            status = first.and_then(status)
         self.changed = self.changed or status.prefilled_tokens >= WORTH_KEEPING_TOKENS
         return status
 
@@ -283,9 +309,11 @@ class Conversation:
         if branch.session is None or branch.session.closed:
             self._free_a_sequence()
             branch.session = self.runtime.session()
+            at = 0  # about: which of two equal answers is meant
             for message in branch.messages:
                 if message.tokens:
-                    branch.session.remember_reply(message.content, message.tokens)
+                    branch.session.remember_reply(message.content, message.tokens, at)
+                    at += len(message.tokens)
         return branch.session
 
     def _free_a_sequence(self) -> None:
@@ -293,14 +321,17 @@ class Conversation:
         if others and self.runtime.n_sessions >= self.runtime.config.n_seq_max:
             self._park(others[0])
 
-    def _with_room(self, read: Callable[[], Read]) -> Read:
-        """Again without the other branches where it does not fit beside them."""
+    def _with_room(self, session: Session, read: Callable[[], Read]) -> tuple[Read, _Attempt | None]:
+        """Again without the other branches where it does not fit beside them; and then what the first attempt did."""
+        n_before = session.explain().work.prefill_tokens
         try:
-            return read()
+            return read(), None
         except ContextOverflowError:
+            report = session.explain()
             if not self._park_others():
                 raise
-            return read()
+            n_reused = 0 if report.plan is None else report.plan.reuse_tokens
+            return read(), _Attempt(n_reused, report.work.prefill_tokens - n_before)
 
     def _park_others(self) -> bool:
         """The cells of all other branches are free for this one. False where there were none."""
@@ -442,6 +473,7 @@ class Conversation:
             branches=tuple(branches),
             current=self.current.name,
             state=state,
+            checksum="",
         )
 
     def snapshot(self) -> Snapshot | None:
@@ -455,12 +487,15 @@ class Conversation:
 
     def store_state(self, *, replacing: str = "") -> str:
         """Keeps what the session holds in the runtime's store, instead of another entry; the name, empty where there is
-        nothing to keep or it is too large for the store.
+        nothing to keep or it is too large for the store. Without a store, the other entry stays.
 
         Raises SnapshotError where it cannot be written.
         """
-        store, snapshot = self.runtime.store, self.snapshot()
-        if store is None or snapshot is None:
+        store = self.runtime.store
+        if store is None:
+            return replacing
+        snapshot = self.snapshot()
+        if snapshot is None:
             return ""
         path = store.put(snapshot)
         name = "" if path is None else path.name
@@ -474,7 +509,8 @@ class Conversation:
         Parameters
         ----------
         beside
-            Where its state is: the file of a snapshot. By default, the store.
+            Where its state is: the file of a snapshot. By default, the store; or the place of the store where this
+            runtime has none, since what cannot be written to may be read all the same.
 
         Raises
         ------
@@ -487,8 +523,11 @@ class Conversation:
             ("folder", (own.folder, own.folder), (record.folder, record.folder)),
         ):
             if ours[0] != theirs[0]:
+                which = f"{theirs[1] or 'none'}, not {ours[1] or 'none'}"
+                if ours[1] == theirs[1]:
+                    which = f"it is called {theirs[1]} too, but its digest is another"
                 raise SnapshotMismatchError(
-                    f"a conversation of another {field}: {theirs[1] or 'none'}, not {ours[1] or 'none'}",
+                    f"a conversation of another {field}: {which}",
                     field=field,
                     expected=ours[0],
                     actual=theirs[0],
@@ -509,10 +548,10 @@ class Conversation:
         try:
             if beside is not None:
                 snapshot = Snapshot.load(beside)
-            elif state and store is not None:
-                snapshot = store.load(state)
-            else:
+            elif not state:
                 return ""
+            else:
+                snapshot = load_state(state) if store is None else store.load(state)
             self._session(self.current).restore(snapshot)
         except SnapshotMismatchError as error:
             return f"its {error.field} is another"
@@ -520,8 +559,8 @@ class Conversation:
             return "it is damaged"
         except ContextOverflowError:
             return "it does not fit this context"
-        except SnapshotError:
-            return "it is not there any more"
+        except SnapshotError as error:
+            return "it is not there any more" if isinstance(error.__cause__, FileNotFoundError) else str(error)
         return ""
 
 

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable
 
-from llamacppshim.files import identity_of, replaced
+from llamacppshim.files import identity_of, open_regular, replaced
 from llamacppshim.models import cache_dir
 
 MAX_ENTRIES = 1000
@@ -52,7 +52,8 @@ class FileFacts:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self._cache.read_text(encoding="utf-8"))
+            with open_regular(self._cache) as file:
+                found = json.loads(file.read())
         except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(found, dict):

@@ -1,11 +1,13 @@
-"""Owns how files are locked, hashed, and replaced whole or not at all. Pure: the standard library alone."""
+"""Owns how files are opened, locked, hashed, and replaced whole or not at all. Pure: the standard library alone."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,19 @@ else:
     import fcntl
 
 CHUNK_BYTES = 1 << 20
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A file to read. Others are refused before they are opened: a pipe would block, a device might do something.
+
+    Raises OSError, of which ``strerror`` says why; ValueError for a path with a NUL.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "is a folder, not a file", os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
+    return open(path, "rb")
 
 
 def sha256_of(file: IO[bytes]) -> str:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Literal
 
 import msgspec
 
-from llamacppshim.files import sha256_of
+from llamacppshim.files import open_regular, sha256_of
 
 MAGIC = b"GGUF"
 MAX_LISTED = 10
@@ -67,15 +66,10 @@ def some_of(names: Iterable[str]) -> str:
     return ", ".join(listed[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def open_regular(path: str | Path, what: str = "") -> IO[bytes]:
-    """A regular file. Others are not opened: a pipe would block, and a device might do something."""
+def opened(path: str | Path, what: str = "") -> IO[bytes]:
+    """A regular file, to read."""
     try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise Refused(f"{what}is a folder, not a file")
-        if not stat.S_ISREG(mode):
-            raise Refused(f"{what}is not a regular file")
-        return open(path, "rb")
+        return open_regular(path)
     except FileNotFoundError as error:
         raise Refused(f"{what}no such file") from error
     except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
@@ -117,7 +111,7 @@ def checked_path(given: str) -> Path:
         path = target if SPLIT.fullmatch(target.name) else path
     for name in part_names(path.name):
         what = "" if name == path.name else f"part {name}: "
-        with open_regular(path.with_name(name) if name != path.name else path, what) as file:
+        with opened(path.with_name(name) if name != path.name else path, what) as file:
             check_gguf(file, what)
     return path
 

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from llamacppshim.errors import InvalidArgumentError, SnapshotCorruptError, SnapshotError, SnapshotMismatchError
-from llamacppshim.files import locked, replaced
+from llamacppshim.errors import (
+    InvalidArgumentError,
+    LlamaCppShimError,
+    SnapshotCorruptError,
+    SnapshotError,
+    SnapshotMismatchError,
+)
+from llamacppshim.files import locked, open_regular, replaced, sha256_of
 from llamacppshim.manifest import hash_bytes
 from llamacppshim.models import cache_dir
 from llamacppshim.snapshot import Snapshot
-from llamacppshim.store import SUFFIX
+from llamacppshim.store import NAME, SUFFIX
 from llamacppshim.workspace import Files, Update, told
 
 FORMAT = "llamacppshim chat"
@@ -56,7 +63,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A conversation with all its branches.
 
     ``files`` are those that it begins with, ``left_out`` the names of others that were there; ``state`` is the name of
-    a store's entry, where one was kept.
+    a store's entry, where one was kept. ``checksum`` is a file's: SHA-256 hex of the record encoded with an empty one,
+    which it has here.
     """
 
     format: str
@@ -68,12 +76,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     left_out: tuple[str, ...]
     branches: tuple[BranchRecord, ...]
     current: str
+    checksum: str
     state: str = ""
 
 
 class Kept(NamedTuple):
-    """What is at a conversation's default place now, by its digest, and where another that was there has gone."""
+    """Where a conversation is now, the digest of its file, and where another that was there has gone."""
 
+    path: Path
     digest: str
     aside: Path | None
 
@@ -94,6 +104,11 @@ def home() -> Path:
     return cache_dir() / "chats"
 
 
+def states() -> Path:
+    """The folder of the store of their states."""
+    return home() / "states"
+
+
 def make_home() -> Path:
     """The same, made for its owner alone where it is missing. Raises SnapshotError where it cannot be made."""
     folder = home()
@@ -112,7 +127,8 @@ def digest(path: Path) -> str | None:
     """Of the file as it is; None where there is none. Raises SnapshotError where it cannot be read."""
     with _told(path):
         try:
-            return hash_bytes(path.read_bytes())
+            with open_regular(path) as file:
+                return sha256_of(file)
         except FileNotFoundError:
             return None
 
@@ -126,11 +142,8 @@ def load(path: Path) -> Record:
     SnapshotMismatchError  of another version (field "version")
     SnapshotError          it cannot be read
     """
-    with _told(path):
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise SnapshotError(f"{path}: not a regular file", path=str(path))
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1) if os.fstat(file.fileno()).st_size else b""
+    with _told(path), open_regular(path) as file:
+        data = file.read(MAX_FILE_BYTES + 1) if os.fstat(file.fileno()).st_size else b""
     if len(data) > MAX_FILE_BYTES:
         raise SnapshotCorruptError(f"{path}: over {MAX_FILE_BYTES:,} bytes, no conversation of ours", path=str(path))
     try:
@@ -139,13 +152,23 @@ def load(path: Path) -> Record:
             raise SnapshotCorruptError(f"{path}: no conversation of ours", path=str(path))
         if head.version != VERSION:
             raise SnapshotMismatchError(path=str(path), field="version", expected=VERSION, actual=head.version)
-        record = msgspec.json.decode(data, type=Record)
+        read = msgspec.json.decode(data, type=Record)
+        record = msgspec.structs.replace(read, checksum="")
+        if read.checksum != _checksum(record):
+            raise ValueError("its checksum is wrong")
         _judge(record)
     except SnapshotError:
         raise
     except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         raise SnapshotCorruptError(f"{path}: damaged, or no conversation: {error}", path=str(path)) from error
     return record
+
+
+def load_state(name: str) -> Snapshot:
+    """A state at its default place, where the store itself cannot be opened. Raises as `Snapshot.load`."""
+    if NAME.fullmatch(name) is None:
+        raise SnapshotError(f"{name!r} is no entry's name")
+    return Snapshot.load(states() / name)
 
 
 def state_beside(path: Path) -> Path:
@@ -164,32 +187,57 @@ def save(path: Path, record: Record, snapshot: Snapshot | None) -> None:
         if snapshot is not None:
             snapshot.save(state_beside(path))
         with replaced(path) as file:
-            file.write(msgspec.json.encode(record))
+            file.write(encoded(record))
 
 
-def keep(path: Path, record: Record, seen: str | None) -> Kept:
+def encoded(record: Record) -> bytes:
+    """The content of its file."""
+    return msgspec.json.encode(msgspec.structs.replace(record, checksum=_checksum(record)))
+
+
+def _checksum(record: Record) -> str:
+    return hash_bytes(msgspec.json.encode(msgspec.structs.replace(record, checksum="")))
+
+
+def beside(path: Path, name: str = "") -> Path:
+    """Another file of the same place, by eight hex digits: of a digest, or of its own."""
+    return path.with_name(f"{path.stem}-{(name or secrets.token_hex(4))[:8]}.json")
+
+
+def keep(path: Path, record: Record, seen: str | None, own: Path | None = None) -> Kept:
     """As `save`, at its default place, which several chats may have.
 
     Parameters
     ----------
     seen
-        `digest` of the file that the conversation goes on from. What is there and is not that one, another chat's for
-        instance, is set aside under a name of its own.
+        `digest` of the file that the conversation goes on from; None: it has not been there yet. What is there and is
+        not that one, another chat's for instance, is set aside under a name of its own.
+    own
+        A file that is written instead, where the conversation was at the place and another is there now.
     """
     make_home()
-    data = msgspec.json.encode(record)
+    data = encoded(record)
     with _told(path), locked(path.with_name(".lock")):
         aside: Path | None = None
-        found = digest(path)
+        target = path
+        try:
+            found = digest(path)
+        except SnapshotError:
+            found = secrets.token_hex(4)  # a pipe for instance: whatever it is, it is no conversation
         if found is not None and found != seen:
-            aside = path.with_name(f"{path.stem}-{found[:8]}.json")
-            os.replace(path, aside)
-        with replaced(path) as file:
+            if own is not None and seen is not None:
+                target = own
+            else:
+                aside = beside(path, found)
+                os.replace(path, aside)
+        with replaced(target) as file:
             file.write(data)
-        files = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
+        files = sorted(
+            (one for one in path.parent.glob("*.json") if one.is_file()), key=lambda one: one.stat().st_mtime
+        )
         for old in files[:-MAX_FILES]:
             old.unlink(missing_ok=True)
-        return Kept(hash_bytes(data), aside)
+        return Kept(target, hash_bytes(data), aside)
 
 
 def _judge(record: Record) -> None:
@@ -218,3 +266,7 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror or error}", path=str(path)) from error
+    except ValueError as error:
+        if isinstance(error, LlamaCppShimError):
+            raise
+        raise SnapshotError(f"{path}: {error}", path=str(path)) from error  # a null character in its name

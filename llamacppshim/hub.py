@@ -25,7 +25,7 @@ from llamacppshim.gguf_files import (
     checked_path,
     found_model,
     one_line,
-    open_regular,
+    opened,
     part_names,
     reason_of,
     some_of,
@@ -52,18 +52,27 @@ def resolve(name: str, verify: bool, download: bool, progress: Progress | None) 
         source = _downloaded(hub, repo, file, progress)
     path = checked_path(str(source.path))
     if verify and source.digest is not None:
-        with open_regular(path) as content:
+        with opened(path) as content:
             check_digest(content, source.digest)
     return source
 
 
+def cache_place() -> str | None:
+    """The cache's folder; None without the package, which alone knows where that is."""
+    try:
+        return _cache_dir()
+    except ImportError:
+        return None
+
+
 def found_models() -> list[FoundModel]:
     """Every GGUF file in the cache; none without the package."""
+    place = cache_place()
+    if place is None or not os.path.isdir(place):
+        return []
     try:
-        if not os.path.isdir(_cache_dir()):
-            return []
         hub = _hub()
-    except (ImportError, UnsupportedFeatureError):
+    except UnsupportedFeatureError:
         return []
     repos, warnings = _scan(hub)
     found = [damaged for warning in warnings for damaged in _damaged_repo(str(warning))]

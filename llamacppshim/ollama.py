@@ -24,7 +24,7 @@ from llamacppshim.gguf_files import (
     check_gguf,
     found_model,
     one_line,
-    open_regular,
+    opened,
     reason_of,
     some_of,
 )
@@ -258,7 +258,7 @@ def _source(root: str, place: tuple[str, ...], verify: bool) -> ModelSource:
     digest = layer.digest.removeprefix("sha256:")
     path = _blob(root, layer.digest)
     what = f"blob {os.path.basename(path)}: "
-    with open_regular(path, what) as file:
+    with opened(path, what) as file:
         n_bytes = os.fstat(file.fileno()).st_size
         if n_bytes != layer.size:
             raise Refused(f"{what}has {n_bytes:,} bytes, expected {layer.size:,}")
@@ -270,7 +270,7 @@ def _source(root: str, place: tuple[str, ...], verify: bool) -> ModelSource:
 
 def _read(path: str) -> bytes:
     """A manifest's bytes, bounded."""
-    with open_regular(path, "manifest: ") as file:
+    with opened(path, "manifest: ") as file:
         data = file.read(MAX_MANIFEST_BYTES + 1)
     if len(data) > MAX_MANIFEST_BYTES:
         raise Refused(f"manifest: more than {MAX_MANIFEST_BYTES:,} bytes")

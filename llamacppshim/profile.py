@@ -13,7 +13,7 @@ import msgspec
 
 from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
 from llamacppshim.errors import InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError
-from llamacppshim.files import replaced
+from llamacppshim.files import open_regular, replaced
 from llamacppshim.formats import FORMATS
 from llamacppshim.manifest import digest_of
 
@@ -193,7 +193,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         file = Path(path)
         if file.is_dir():
             file /= PROFILE_NAME
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             data = opened.read(MAX_PROFILE_BYTES + 1)
         if len(data) > MAX_PROFILE_BYTES:
             raise InvalidArgumentError(f"{file}: over {MAX_PROFILE_BYTES:,} bytes, not a profile")

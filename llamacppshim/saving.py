@@ -60,6 +60,7 @@ def take(session: Session, prefix: Prefix) -> Snapshot:
         has_row=row is not None,
         checkpoints=tuple((one.position, one.exact, one.row is not None) for one in checkpoints),
         answer=record,
+        replies=tuple(session.replies.within(tokens)),
     )
     return Snapshot(
         contents=contents,

@@ -44,6 +44,7 @@ from llamacppshim.ledger import Tokens, as_tokens
 from llamacppshim.manifest import Identity
 from llamacppshim.prompt import Prefix, Prompt
 from llamacppshim.reading import PromptReader
+from llamacppshim.replies import Replies
 from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
 from llamacppshim.reuse import ReusePlan, common_prefix
 from llamacppshim.sequence import Progress, ResidentSequence
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from llamacppshim.chat import Reply
     from llamacppshim.runtime import Runtime
 
-MAX_REPLIES = 256
 POLL_S = 0.01
 
 
@@ -79,7 +79,7 @@ class Session(Closing):
         self._plan: ReusePlan | None = None
         self._answer: Answer | None = None
         self._branch_bytes = 0
-        self._replies: dict[str, Tokens] = {}
+        self._replies = Replies()
         self._cut_short = False  # the last prefix was not read to its end
         self.n_changes = 0  # a generator that finds another number has been overtaken
 
@@ -409,21 +409,18 @@ class Session(Closing):
         )
 
     @property
-    def replies(self) -> Mapping[str, Tokens]:
-        """Replies of `chat` by their text, as they were generated."""
+    def replies(self) -> Replies:
+        """Those of `chat`, as they were generated."""
         return self._replies
 
-    def remember_reply(self, text: str, tokens: Sequence[int]) -> None:
-        """As it was generated; not where a stop text was cut off."""
+    def remember_reply(self, text: str, tokens: Sequence[int], at: int) -> None:
+        """As it was generated, after so many tokens; not where a stop text was cut off."""
         data = b"".join(self.runtime.model.token_piece(token, special=False) for token in tokens)
         # Bytes that are no text, an incomplete character at the end for instance, are replaced or left out in it.
         whole = data.decode("utf-8", "replace")
         begun = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
         if text and text in (whole, begun):
-            self._replies.pop(text, None)
-            self._replies[text] = as_tokens(list(tokens))
-            while len(self._replies) > MAX_REPLIES:
-                del self._replies[next(iter(self._replies))]
+            self._replies.remember(text, at, as_tokens(list(tokens)))
 
     def tell(self, plan: ReusePlan) -> None:
         """More is known of the last plan."""
@@ -563,7 +560,7 @@ class Session(Closing):
         reason = f"branched at {at} of {whole} tokens" + (f"; {plan.reason}" if plan.reason else "")
         child._plan = ReusePlan(reuse_tokens=plan.reuse_tokens, source="branch", reason=reason, exact=exact)
         child._branch_bytes = n_bytes
-        child._replies = dict(self._replies)
+        child._replies = self._replies.copy()
         if at == whole and self.answer_in_hand is not None:
             child._answer = self.answer_in_hand.copy()
         return child
@@ -632,6 +629,8 @@ class Session(Closing):
             record = contents.answer
             self._answer = Answer(record.full_config(), sampler, record.begin, len(snapshot.tokens))
             self._answer.stream.resume(record.pending, record.said)
+        for said, begin, end in contents.replies:
+            self._replies.remember(said, begin, snapshot.tokens[begin:end].copy())
 
     # What it is.
 

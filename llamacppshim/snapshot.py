@@ -93,6 +93,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     n_resident      leading tokens that the state holds; the rest is read again
     n_grid, whole   as `reuse.Memory`
     checkpoints     position, exact, and whether there is a row, of each
+    replies         text of each, and from which to which token it stands
     """
 
     manifest: ContextManifest
@@ -111,6 +112,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     has_row: bool
     checkpoints: tuple[tuple[int, bool, bool], ...] = ()
     answer: AnswerRecord | None = None
+    replies: tuple[tuple[str, int, int], ...] = ()
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -451,6 +453,8 @@ def _assemble(contents: Contents, parts: dict[str, memoryview], path: str | None
         if not 0 <= c.answer.begin <= c.n_tokens:
             raise _corrupt(path, "its answer begins behind its tokens")
         draws = take("draws")
+    if any(not 0 <= begin <= end <= c.n_tokens for _, begin, end in c.replies):
+        raise _corrupt(path, "a reply stands outside its tokens")
     if parts:
         raise _corrupt(path, f"part {next(iter(parts))} is unknown")
     return Snapshot(

@@ -452,6 +452,7 @@ cdef extern from "lcs.h" nogil:
         size_t n_logit_bias
         const char* grammar
         const char* grammar_root
+        const char* grammar_prefix
         c_bool grammar_lazy
         const char* const* trigger_patterns
         size_t n_trigger_patterns

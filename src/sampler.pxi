@@ -19,13 +19,15 @@ cdef class Sampler:
         None: drawn; read it back with `seed`.
     grammar, grammar_root
         GBNF, and the rule to begin with.
+    grammar_prefix
+        Text that is there before the first choice, and that the grammar begins with: the end of a prompt.
     grammar_lazy, trigger_patterns, trigger_tokens
         The grammar sleeps until one of the tokens is chosen, or one of the regular expressions fits the output so far.
 
     Raises
     ------
     InvalidArgumentError, OutOfRangeError  a value outside its range
-    GrammarError                           the grammar does not parse, or exceeds its limits
+    GrammarError                           the grammar does not parse, exceeds its limits, or begins otherwise
     """
 
     cdef lcs_sampler* _sampler
@@ -39,7 +41,7 @@ cdef class Sampler:
         penalty_freq=None, penalty_present=None, penalty_last_n=None, dry_multiplier=None, dry_base=None,
         dry_allowed_length=None, dry_penalty_last_n=None, dry_breakers=None, mirostat=None, mirostat_tau=None,
         mirostat_eta=None, min_keep=None, seed=None, logit_bias=None, grammar=None, grammar_root=None,
-        grammar_lazy=False, trigger_patterns=(), trigger_tokens=(),
+        grammar_prefix=None, grammar_lazy=False, trigger_patterns=(), trigger_tokens=(),
     ):
         cdef lcs_sampler_params p
         cdef lcs_status st
@@ -111,8 +113,11 @@ cdef class Sampler:
         cdef bytes root_text = None if grammar_root is None else as_c_text(grammar_root, "grammar_root")
         if grammar_text is not None:
             p.grammar = PyBytes_AS_STRING(grammar_text)
+        cdef bytes prefix_text = None if grammar_prefix is None else as_c_text(grammar_prefix, "grammar_prefix")
         if root_text is not None:
             p.grammar_root = PyBytes_AS_STRING(root_text)
+        if prefix_text is not None:
+            p.grammar_prefix = PyBytes_AS_STRING(prefix_text)
         p.grammar_lazy = grammar_lazy
         bias_pairs = [] if logit_bias is None else list(
             logit_bias.items() if hasattr(logit_bias, "items") else logit_bias)

@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid-unified": ("tiny-hybrid", {"n_seq_max": 3, "kv_unified": True, "n_ctx": 3 * N_CTX}),
 }
 CUT = {kind for kind, (name, values) in KINDS.items() if name in ("tiny-llama", "tiny-spm") or "swa_full" in values}
+UNIFIED = {kind for kind, (_, values) in KINDS.items() if values.get("kv_unified")}
 SEVERAL = [kind for kind, (_, values) in KINDS.items() if values.get("n_seq_max") == 3]
 
 # For a child: an alarm raises where SIGINT would, at any moment within ``longest`` seconds; how often it did.

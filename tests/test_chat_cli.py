@@ -137,13 +137,14 @@ def test_another_context_size_is_warm_too(open_chat: Callable[..., Conversation]
     assert status is not None and status.reused_tokens >= n_held - 1
 
 
-def test_a_new_conversation_over_the_same_folder_is_warm(open_chat: Callable[..., Conversation]) -> None:
+@pytest.mark.parametrize("n_ctx", [2048, 4096])
+def test_a_new_conversation_over_the_same_folder_is_warm(open_chat: Callable[..., Conversation], n_ctx: int) -> None:
     first = open_chat()
     first.runtime.speed.bytes_per_s = 1e12
     asked(first, "What is alpha_3?")
     first.store_state()
     first.runtime.close()
-    second = open_chat()
+    second = open_chat(n_ctx=n_ctx)
     second.runtime.speed.tokens_per_s = 1.0  # restoring is faster than reading, as with real models
     status = second.read_ahead()
     assert status is not None and status.plan.source == "snapshot"
@@ -177,6 +178,33 @@ def test_what_an_interrupt_leaves_of_a_prefill_is_kept(open_chat: Callable[..., 
     assert why == ""
     status = second.read_ahead()
     assert status is not None and status.reused_tokens >= 3 * N_UBATCH - 1
+
+
+def test_what_was_read_of_a_question_that_was_dropped_is_kept(open_chat: Callable[..., Conversation]) -> None:
+    first = open_chat()
+    first.read_ahead()
+    n_files = len(held(first))
+    first.changed = False
+    question = "What is alpha_3? " * 40
+
+    def interrupt(done: int, total: int) -> None:
+        if done >= 3 * N_UBATCH:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.ask(question, progress=interrupt)
+    assert first.changed and first.current.messages == []
+    second, why = again(first, open_chat)
+    assert why == ""
+    assert asked(second, question).reply.status.reused_tokens >= n_files + 3 * N_UBATCH - 1
+
+
+def test_a_question_that_was_read_and_not_answered_is_kept_too(open_chat: Callable[..., Conversation]) -> None:
+    conversation = open_chat()
+    conversation.read_ahead()
+    conversation.changed = False
+    assert not conversation.conclude(conversation.ask("What is alpha_3? " * 40))
+    assert conversation.changed
 
 
 def test_an_interrupted_answer_stays_as_far_as_it_came(open_chat: Callable[..., Conversation]) -> None:
@@ -248,6 +276,25 @@ def test_the_cells_of_other_branches_are_given_up_before_a_question_is_refused(
         conversation.ask("gamma " * n_room)
     assert len(conversation.current.messages) == 2
     asked(conversation, "Still here?")
+
+
+def test_what_a_first_attempt_has_read_is_not_told_as_reused(open_chat: Callable[..., Conversation]) -> None:
+    """Oracle: the session's own count of what was computed."""
+    conversation = open_chat(n_ctx=1024)
+    conversation.read_ahead()
+    n_files = len(held(conversation))
+    conversation.branch()
+    asked(conversation, "alpha " * ((1024 - n_files) * 2 // 3))
+    conversation.back()
+    session = conversation.current.session
+    assert session is not None
+    before = session.explain().work.prefill_tokens
+    turn = conversation.ask("beta " * ((1024 - n_files) * 2 // 3))
+    status, after = turn.reply.status, session.explain().work.prefill_tokens
+    assert conversation.branches["2"].session is None  # so there was a second attempt
+    assert status.prefilled_tokens == after - before > N_UBATCH
+    assert n_files - 1 <= status.reused_tokens <= n_files
+    assert status.reused_tokens + status.prefilled_tokens == status.prefix_tokens
 
 
 @pytest.mark.parametrize("name", ["", "two words", "x" * 41, "esc\x1b[2J", "nul\0"])
@@ -416,6 +463,7 @@ def record() -> history.Record:
         left_out=("big.py",),
         branches=(history.BranchRecord("1", None, said[:2]), history.BranchRecord("other", "1", said, (update,))),
         current="other",
+        checksum="",
     )
 
 
@@ -438,9 +486,9 @@ def test_no_other_file_is_replaced(record: history.Record, tmp_path: Path) -> No
     assert path.read_text() == "mine"
 
 
-def test_whatever_is_cut_or_changed_in_a_file_is_an_error_or_a_record(record: history.Record, tmp_path: Path) -> None:
+def test_whatever_is_cut_or_changed_in_a_file_is_an_error_or_the_record(record: history.Record, tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
-    data = msgspec.json.encode(record)
+    data = history.encoded(record)
     draw = random.Random(1)
     damaged = [data[: draw.randrange(len(data))] for _ in range(50)]
     for _ in range(300):
@@ -450,15 +498,26 @@ def test_whatever_is_cut_or_changed_in_a_file_is_an_error_or_a_record(record: hi
     for one in damaged:
         path.write_bytes(one)
         try:
-            history.load(path)
+            assert history.load(path) == record
         except SnapshotError as error:
             assert "\n" not in str(error)
             n_refused += 1
-    assert n_refused >= 100
+    assert n_refused >= 300
+
+
+def test_no_flipped_bit_gets_into_a_conversation(record: history.Record, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    data = history.encoded(record)
+    begin, end = data.index(b"Because."), data.index(b"Because.") + len(b"Because.")
+    for at in range(begin, end):
+        for bit in range(8):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            with pytest.raises(SnapshotCorruptError):
+                history.load(path)
 
 
 def changed(record: history.Record, **values: Any) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(record, **values))
+    return history.encoded(msgspec.structs.replace(record, **values))
 
 
 DAMAGES: dict[str, Callable[[history.Record], bytes]] = {
@@ -508,6 +567,9 @@ def test_a_conversation_of_another_model_or_folder_changes_nothing(
         with pytest.raises(SnapshotMismatchError) as caught:
             conversation.resume(other)
         assert caught.value.field == field
+        if field == "model":  # which has the same name
+            expected = "a conversation of another model: it is called tiny-llama too, but its digest is another"
+            assert str(caught.value) == expected
     message = history.Message("assistant", "x", tokens=(10**9,))
     branches = (history.BranchRecord("1", None, (history.Message("user", "?"), message)),)
     with pytest.raises(SnapshotCorruptError):
@@ -525,12 +587,33 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_another_chat_has_saved_meanwhile_is_set_aside(record: history.Record, home: Path) -> None:
     path = home / "place.json"
     first = history.keep(path, record, None)
-    assert first == (history.digest(path), None)
+    assert first == (path, history.digest(path), None)
     theirs = msgspec.structs.replace(record, current="1")
-    assert history.keep(path, theirs, first.digest) == (history.digest(path), None)
+    assert history.keep(path, theirs, first.digest) == (path, history.digest(path), None)
+    own = history.beside(path)
+    for _ in range(2):
+        assert history.keep(path, record, first.digest, own) == (own, history.digest(own), None)
+    assert history.load(own) == record and history.load(path) == theirs
+    assert stat.S_IMODE(own.stat().st_mode) == 0o600
+    own.unlink()
     last = history.keep(path, record, first.digest)
     assert last.aside is not None and history.load(last.aside) == theirs
     assert last.digest == first.digest == history.digest(path) and history.load(path) == record
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_set_aside_and_never_waited_for(
+    make: Callable[[Path], None], tiny_llama: Path, environment: dict[str, str], home: Path, tmp_path: Path
+) -> None:
+    with Model(tiny_llama) as model:
+        place = history.place(model.digest, None)
+    make(place)
+    done = piped("One?\n", tmp_path, environment, "--model", tiny_llama, "--max-tokens", "4")
+    assert done.returncode == 0
+    assert b"the last conversation cannot be used: " in done.stderr
+    assert b"what was saved there before is now " in done.stderr
+    assert [message.content for message in history.load(place).branches[0].messages[::2]] == ["One?"]
+    assert sorted(path.is_file() for path in home.glob("*.json")) == [False, True]
 
 
 def test_old_conversations_go(record: history.Record, home: Path) -> None:
@@ -918,6 +1001,34 @@ def test_an_edited_file_is_read_where_it_changed(start: Start, repo: Path) -> No
     assert "beta_3 = 34" in (repo / "b.py").read_text()
 
 
+def test_an_editor_that_cannot_be_understood_is_told_and_the_chat_goes_on(start: Start, repo: Path) -> None:
+    with start("--repo", repo, VISUAL="vi 'unbalanced") as chat:
+        chat.expect("> ")
+        chat.type("/edit b.py\n")
+        chat.expect("$VISUAL is no command line: No closing quotation: vi 'unbalanced")
+        chat.expect("> ")
+        chat.type("Still here?\n")
+        chat.expect_line()
+        assert b"Traceback" not in chat.seen
+
+
+@pytest.mark.parametrize("visual", ["", " ", "\t "])
+def test_a_blank_editor_is_none(visual: str, start: Start, repo: Path, tmp_path: Path) -> None:
+    script = "#!/bin/sh\ntouch " + str(tmp_path / "ran") + "\n"
+    (repo / "run.sh").write_text(script)
+    (repo / "run.sh").chmod(0o755)
+    with start("--repo", repo, VISUAL=visual) as chat:
+        chat.expect("> ")
+        chat.type("/edit run.sh\n")
+        chat.expect("run.sh is as it was read")
+    with start("--repo", repo, VISUAL=visual, EDITOR="sed -i s/touch/echo/") as chat:
+        chat.expect("> ")
+        chat.type("/edit run.sh\n")
+        chat.expect("changed: run.sh")
+        chat.expect("> ")
+    assert not (tmp_path / "ran").exists() and (repo / "run.sh").read_text() == script.replace("touch", "echo")
+
+
 def test_a_pasted_question_of_several_lines_is_one(start: Start, tmp_path: Path) -> None:
     with start() as chat:
         chat.expect("> ")
@@ -997,6 +1108,145 @@ def test_what_was_read_and_answered_before_a_kill_is_kept(start: Start, repo: Pa
     assert Path(aside) in places
 
 
+def test_what_took_long_to_read_is_kept_at_once(start: Start, repo: Path) -> None:
+    with start("--repo", repo) as chat:
+        _, n_files = chat.expect_line()
+        chat.expect("> ")
+        (repo / "a.py").write_text(FILES["a.py"].replace("alpha_0 = 0", "alpha_0 = 1"))
+        chat.type("/edit a.py\n")
+        chat.expect("changed: a.py; told in place, and what follows is read again")
+        _, n_read = chat.expect_line()
+        assert n_read > n_files * 3 // 4
+        chat.expect_prompt()
+        os.kill(chat.child.pid, signal.SIGKILL)
+        assert chat.end() == -signal.SIGKILL
+    with start("--repo", repo) as chat:
+        reused, n_read = chat.expect_line()
+        assert reused >= n_files - 1 and n_read <= 1
+        chat.expect("> ")
+        chat.type("word " * chat_cli.KEPT_AT_ONCE_TOKENS + "\n")
+        reused, n_read = chat.expect_line()
+        assert n_read >= chat_cli.KEPT_AT_ONCE_TOKENS
+        n_held = reused + n_read
+        chat.expect_prompt()
+        os.kill(chat.child.pid, signal.SIGKILL)
+        assert chat.end() == -signal.SIGKILL
+    with start("--repo", repo) as chat:
+        chat.expect("1 question so far")
+        reused, n_read = chat.expect_line()
+        assert reused >= n_held and n_read < 16
+
+
+def test_what_is_read_on_the_way_to_a_branch_is_kept_at_once(
+    open_chat: Callable[..., Conversation], home: Path, tmp_path: Path
+) -> None:
+    conversation = open_chat()
+    silent = Console(file=io.StringIO())
+    chat = Chat(conversation, silent, silent, tmp_path / "place.json", lambda: None)
+    asked(conversation, "One?")
+    conversation.branch()
+    assert chat.keep()
+    first = conversation.branches["1"]
+    assert first.session is not None
+    first.session.close()  # parked, and not found any more
+    assert conversation.runtime.store is not None
+    for entry in conversation.runtime.store.entries():
+        conversation.runtime.store.remove(entry.name)
+    chat._obey("/back")
+    record = history.load(tmp_path / "place.json")
+    assert record.current == "1" and not conversation.changed
+    (entry,) = conversation.runtime.store.entries()
+    assert entry.name == record.state and entry.n_tokens == len(held(conversation))
+
+
+def questions(path: Path) -> list[str]:
+    return [message.content for message in history.load(path).branches[0].messages[::2]]
+
+
+def test_each_of_two_running_chats_has_its_words_on_disk(start: Start, tmp_path: Path) -> None:
+    chats = tmp_path / "cache" / "chats"
+    moved = "another chat has saved at the same place; until one of the two leaves, this one is "
+    with start() as one, start() as other:
+        for chat, question in ((one, "1?"), (other, "2?")):
+            chat.expect("> ")
+            chat.type(f"{question}\n")
+            chat.expect_line()
+            chat.expect("> ")
+        (place,) = (path for path in chats.glob("*.json") if "-" not in path.name)
+        for question in ("3?", "4?"):
+            one.type(f"{question}\n")
+            one.expect_line()
+            if question == "3?":
+                one.expect(moved)
+                own = Path(one.expect(".json").decode())
+            one.expect_prompt()
+        assert one.seen.count(moved.encode()) == 1
+        assert questions(own) == ["1?", "3?", "4?"] and questions(place) == ["2?"]
+        os.kill(one.child.pid, signal.SIGKILL)
+        other.type("5?\n")
+        other.expect_line()
+        other.expect_prompt()
+        assert questions(place) == ["2?", "5?"]
+        with start() as third:
+            third.expect("2 questions so far")
+            third.expect("> ")
+            third.type("6?\n")
+            third.expect_line()
+            third.expect("> ")
+            other.type("7?\n")
+            other.expect(moved)
+            others = Path(other.expect(".json").decode())
+            other.expect("> ")
+            assert questions(others) == ["2?", "5?", "7?"]
+            other.type("/quit\n")
+            other.expect("what was saved there before is now ")
+            assert other.end() == 0
+            assert questions(place) == ["2?", "5?", "7?"] and not others.exists()
+    assert questions(own) == ["1?", "3?", "4?"]
+
+
+def test_a_conversation_that_is_left_for_another_stays_on_disk(start: Start, tmp_path: Path) -> None:
+    chats = tmp_path / "cache" / "chats"
+    with start() as chat:
+        chat.expect("> ")
+        chat.type("One?\n")
+        chat.expect_line()
+        chat.expect("> ")
+        chat.type("/save talk.json\n")
+        chat.expect("> ")
+        chat.type("Two?\n")
+        chat.expect_line()
+        chat.expect("> ")
+        chat.type("/load talk.json\n")
+        chat.expect_line()
+        chat.expect("> ")
+        chat.type("Three?\n")
+        chat.expect_line()
+        chat.expect("what was saved there before is now ")
+        chat.expect("> ")
+        chat.type("/quit\n")
+        assert chat.end() == 0
+    assert sorted(map(questions, chats.glob("*.json"))) == [["One?", "Three?"], ["One?", "Two?"]]
+
+
+def test_a_save_that_fails_is_told_once(
+    open_chat: Callable[..., Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation, silent, err = open_chat(folder=None), Console(file=io.StringIO()), io.StringIO()
+    chat = Chat(conversation, silent, Console(file=err), tmp_path / "place.json", lambda: None)
+
+    def refuse(*_: Any) -> history.Kept:
+        raise SnapshotError("No space left on device")
+
+    monkeypatch.setattr(history, "keep", refuse)
+    for question in ("One?", "Two?"):
+        chat._obey(question)
+    assert not chat.keep()
+    assert err.getvalue().count("the conversation could not be saved: No space left on device") == 1
+    chat._obey("/save")  # where it is asked for, it is answered
+    assert err.getvalue().count("the conversation could not be saved: No space left on device") == 2
+
+
 def test_two_chats_of_one_folder_lose_nothing_of_each_other(start: Start, tmp_path: Path) -> None:
     with start() as one, start() as other:
         for chat, question in ((one, "Of one?"), (other, "Of the other?")):
@@ -1031,7 +1281,9 @@ def piped(
 ) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-c", CODE, "chat", *map(str, arguments)]
     data = lines if isinstance(lines, bytes) else lines.encode()
-    return subprocess.run(command, cwd=folder, env=environment, input=data, capture_output=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, input=data, capture_output=True, check=False, timeout=5 * PATIENCE_S
+    )
 
 
 def test_through_pipes_answers_are_all_of_the_output(
@@ -1050,6 +1302,36 @@ def test_through_pipes_answers_are_all_of_the_output(
     assert b"the context is full" in done.stderr and b"Traceback" not in done.stderr
     assert len(done.stdout.decode().splitlines()) >= 2
     assert len(history.load(path).branches[0].messages) == 8
+
+
+@pytest.mark.parametrize("stream", ["<", ">"])
+def test_a_closed_stream_is_told(stream: str, tiny_llama: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "llamacppshim.cli", "chat", "--model", str(tiny_llama)]
+    command = ["sh", "-c", f'exec "$@" {stream}&-', "sh", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False, input=b"")
+    what = {"<": b"input", ">": b"output"}[stream]
+    assert (done.returncode, done.stderr) == (1, b"llamacppshim: there is no standard " + what + b"\n")
+
+
+def test_who_closes_the_errors_gets_answers_all_the_same(
+    tiny_llama: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "llamacppshim.cli", "chat", "--model", str(tiny_llama), "--max-tokens", "4"]
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False, input=b"One?\n")
+    assert done.returncode == 0
+    (path,) = (tmp_path / "cache" / "chats").glob("*.json")
+    assert done.stdout.decode() == history.load(path).branches[0].messages[1].content + "\n"
+
+
+def test_names_that_no_file_has_are_told(
+    tiny_llama: Path, environment: dict[str, str], repo: Path, tmp_path: Path
+) -> None:
+    commands = [f"/{name} {path}" for name in ("load", "save", "edit") for path in ("a\0b", "~nosuchuser/x")]
+    done = piped("\n".join(commands), tmp_path, environment, "--model", tiny_llama, "--repo", repo)
+    assert done.returncode == 1 and b"Traceback" not in done.stderr
+    told = [line for line in done.stderr.decode().splitlines() if line.startswith(("a\ufffdb: ", "~nosuchuser/x: "))]
+    assert len(told) == len(commands)
 
 
 def test_nothing_steers_the_terminal(
@@ -1204,8 +1486,31 @@ def test_without_a_place_for_it_a_chat_is_not_kept(
     (tmp_path / "file").touch()
     nowhere = {**environment, "LLAMACPPSHIM_CACHE": str(tmp_path / "file")}
     done = piped("hi\n", tmp_path, nowhere, "--model", tiny_llama, "--max-tokens", "3")
-    assert b"this conversation cannot be kept: " in done.stderr
+    assert done.stderr.count(b"this conversation cannot be kept: ") == 1
     assert done.stdout.strip() and b"Traceback" not in done.stderr
+    assert b"could not be saved" not in done.stderr and done.returncode == 0  # it is told once
+
+
+def test_a_state_is_used_where_its_store_cannot_be_written(
+    tiny_llama: Path, environment: dict[str, str], repo: Path, tmp_path: Path
+) -> None:
+    arguments = ["--model", tiny_llama, "--repo", repo, "--max-tokens", "3"]
+    done = piped("One?\n", tmp_path, environment, *arguments)
+    n_held = sum(map(number, LINE.findall(done.stderr)[-1]))
+    states = tmp_path / "cache" / "chats" / "states"
+    (states / ".lock").unlink()
+    (states / ".lock").mkdir()  # as if it were read-only, for root too
+    done = piped("", tmp_path, environment, *arguments)
+    assert b"this conversation cannot be kept: " in done.stderr
+    reused, n_read = map(number, LINE.findall(done.stderr)[0])
+    assert reused >= n_held and n_read < 16
+    (state,) = states.glob("*.lcs")
+    state.write_bytes(state.read_bytes()[:-1])
+    done = piped("", tmp_path, environment, *arguments)
+    assert b"what was read then is not used: it is damaged" in done.stderr
+    state.unlink()
+    done = piped("", tmp_path, environment, *arguments)
+    assert b"what was read then is not used: it is not there any more" in done.stderr
 
 
 def test_a_file_that_was_left_out_is_taken_up_where_there_is_room(

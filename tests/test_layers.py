@@ -33,6 +33,7 @@ PURE = {
     "hub": {"errors", "gguf_files", "models"},
     "sources": {"errors", "gguf_files", "hub", "models", "ollama"},
     "manifest": {"errors", "config", "reuse"},
+    "replies": {"ledger"},
     "report": {"manifest", "reuse"},
     "text": {"errors", "ledger", "reuse"},
     "memory": {"errors", "config"},

@@ -576,7 +576,7 @@ def test_nothing_of_a_block_is_left_to_the_next_owner(path: Path) -> None:
             branch = session.branch()[0]
             chunks = session.decode(max_tokens=9, ignore_eos=True)
             n = len(session.tokens) + len(next(chunks).tokens)
-        assert branch.closed and list(chunks) == []
+        assert branch.closed and [chunk.finish_reason for chunk in chunks] == ["cancelled"]
         session.cancel()  # late
         with manager.session(path, SMALL, n_seq_max=3, n_ctx=3 * N_CTX) as again:
             assert again is session and again.runtime.n_sessions == 1 and len(again.tokens) == n

@@ -16,7 +16,7 @@ import pytest
 from conftest import RunChild
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import CUT, KINDS, N_CTX, N_UBATCH, TOLERANCE, last_row, open_runtime, some_tokens
+from sessions import CUT, KINDS, N_CTX, N_UBATCH, TOLERANCE, UNIFIED, last_row, open_runtime, some_tokens
 
 from llamacppshim import Model
 from llamacppshim.checkpoints import Checkpoint
@@ -95,7 +95,7 @@ def test_a_restored_prompt_needs_no_token_to_be_decoded(models: dict[str, Model]
             tokens += chunk.tokens
             rows.append(session.explain().resident_tokens)
         assert tuple(tokens) == answer
-        assert exact == ("token" if "swa" in kind or kind == "unified" else "bitwise")
+        assert exact == ("token" if "swa" in kind or kind in UNIFIED else "bitwise")
         # The next turn, from where the prompt was cut.
         session.ensure_prefix(PREFIX)
         session.prefill_suffix(some_tokens(40, seed=2))

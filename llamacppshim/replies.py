@@ -1,0 +1,67 @@
+"""Owns what a session remembers of its answers: the tokens as they were generated, by the text that came of them. Pure.
+
+A template gets the text back, and tokenising it again may give other tokens. Equal texts may have come of different
+tokens, so each is remembered with the place at which it stood, and found by the one that is nearest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+
+from llamacppshim.ledger import Tokens
+
+MAX_REPLIES = 4096
+MAX_TOKENS = 1 << 20
+
+
+class Replies:
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[tuple[str, int], Tokens] = OrderedDict()  # by text and place; oldest first
+        self._places: dict[str, set[int]] = {}
+        self._n_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._places
+
+    def __iter__(self) -> Iterator[tuple[str, int, Tokens]]:
+        """Text, place and tokens of each, the oldest first."""
+        for (text, at), tokens in self._tokens.items():
+            yield text, at, tokens
+
+    def remember(self, text: str, at: int, tokens: Tokens) -> None:
+        """`at`: the token of a prompt at which they stand."""
+        self._forget(text, at)
+        self._tokens[text, at] = tokens
+        self._places.setdefault(text, set()).add(at)
+        self._n_tokens += len(tokens)
+        while len(self._tokens) > MAX_REPLIES or (self._n_tokens > MAX_TOKENS and len(self._tokens) > 1):
+            self._forget(*next(iter(self._tokens)))
+
+    def find(self, text: str, at: int) -> Tokens | None:
+        """The tokens of the reply of this text that stood nearest to a place; None where there was none."""
+        places = self._places.get(text)
+        return None if places is None else self._tokens[text, min(places, key=lambda place: (abs(place - at), place))]
+
+    def copy(self) -> Replies:
+        copy = Replies()
+        for text, at, tokens in self:
+            copy.remember(text, at, tokens)
+        return copy
+
+    def within(self, tokens: Tokens) -> list[tuple[str, int, int]]:
+        """Text, begin and end of those that stand in these tokens where they were remembered."""
+        return [(text, at, at + len(own)) for text, at, own in self if np.array_equal(tokens[at : at + len(own)], own)]
+
+    def _forget(self, text: str, at: int) -> None:
+        old = self._tokens.pop((text, at), None)
+        if old is not None:
+            self._n_tokens -= len(old)
+            self._places[text].discard(at)
+            if not self._places[text]:
+                del self._places[text]
