@@ -158,7 +158,7 @@ def _run(runtime: Runtime, steps: list[Step]) -> Iterator[dict[Session, Chunk]]:
                 error = _enter(stack, step.session)
                 if error is not None:
                     said[step.session] = step.failed(error)
-                elif (chunk := step.ended()) is not None:
+                elif (chunk := step.ready()) is not None:
                     said[step.session] = chunk
                 else:
                     entered.append(step)

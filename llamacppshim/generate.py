@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from llamacppshim._native import Sampler
 from llamacppshim.answer import Chunk, FinishReason, TextStream, TokenLogprob, logprobs_of
 from llamacppshim.config import DecodeConfig
@@ -25,10 +27,12 @@ class Answer:
         self.stream = TextStream(config.stop)
         self.begin = begin
         self.end = begin if end is None else end
+        self.undelivered: Chunk | None = None  # of a call that was left before it could give this to anybody
 
     def copy(self) -> Answer:
         copy = Answer(self.config, self.sampler.clone(), self.begin, self.end)
         copy.stream.resume(self.stream.pending(), self.stream.said)
+        copy.undelivered = self.undelivered
         return copy
 
     def moved(self, n_pinned: int, n_gone: int) -> None:
@@ -75,7 +79,7 @@ class Step:
         return None if self._expires is None else max(0.0, self._expires - time.monotonic())
 
     def _run(self) -> Chunk:
-        if (chunk := self.ended()) is not None:
+        if (chunk := self.ready()) is not None:
             return chunk
         try:
             self.session.holding.settle("decode")
@@ -83,9 +87,16 @@ class Step:
             return self._cancelled()
         return self.choose()
 
-    def ended(self) -> Chunk | None:
-        """The last chunk, where no further token is to be chosen."""
+    def ready(self) -> Chunk | None:
+        """The next chunk, where no token is to be chosen for it: one that was left over, or the last."""
         config, session = self._config, self.session
+        left, self._answer.undelivered = self._answer.undelivered, None
+        if left is not None:
+            self._n_done += len(left.tokens)
+            reason: FinishReason | None = "stop" if left.finish_reason == "stop" else None
+            if reason is None and config.max_tokens is not None and self._n_done >= config.max_tokens:
+                reason = "length"
+            return msgspec.structs.replace(left, finish_reason=reason)
         if config.max_tokens is not None and self._n_done >= config.max_tokens:
             return self._last("length")
         if len(session.holding.target) >= session.runtime.n_ctx_seq:

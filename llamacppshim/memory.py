@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import msgspec
 
@@ -60,7 +60,8 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 def judge_fit(needed_bytes: int, budget_bytes: int) -> Fit:
-    """The verdict on so many bytes."""
+    """The verdict on so many bytes. InvalidArgumentError for a budget that is no number of bytes."""
+    _require_budget(budget_bytes)
     if needed_bytes <= GOOD_SHARE * budget_bytes:
         return Fit("good", needed_bytes, budget_bytes)
     return Fit("tight" if needed_bytes <= TIGHT_SHARE * budget_bytes else "none", needed_bytes, budget_bytes)
@@ -143,7 +144,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return self.engine_bytes + self.work + self.tables + self.adapters + self.prediction_kv
 
     def fits(self, budget_bytes: int) -> Fit:
-        """Whether the total fits."""
+        """Whether the total fits. InvalidArgumentError for a budget that is no number of bytes."""
         return judge_fit(self.total_bytes, budget_bytes)
 
 
@@ -165,7 +166,9 @@ def estimate_memory(
     ------
     InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError  what `Runtime.open` would raise for it
     ModelLoadError  the file is not what it was when its header was read; or an adapter's is not there
+    TypeError       what is given is no header, or no configuration
     """
+    _require_header(header)
     wanted = with_n_ctx(configured(RuntimeConfig, config, overrides), header.n_ctx_train)
     (use,) = header.measure([wanted], load_mtp=prediction)
     return estimate_of(header, wanted, use, prediction=prediction)
@@ -191,8 +194,11 @@ def largest_context(
 ) -> dict[str, int]:
     """For each type of K and V, the largest ``n_ctx`` up to the training length whose verdict is not ``none``; 0: none.
 
-    A multiple of 256, or the training length. Types that the model cannot take are left out.
+    A multiple of 256, or the training length. Types that the model cannot take are left out. InvalidArgumentError for a
+    budget that is no number of bytes, or a type that there is not.
     """
+    _require_header(header)
+    _require_budget(budget_bytes)
     most = max(1, header.n_ctx_train)
     fits = dict.fromkeys(types, 0)
     too_large = dict.fromkeys(types, most + 1)
@@ -329,6 +335,24 @@ class _Cells:
             return 0
         n_v = max(layer.n_embd_v, self._widest_v) if layer.n_embd_v else 0
         return _row_bytes(self.config.type_k, layer.n_embd_k) + _row_bytes(self.config.type_v, n_v)
+
+
+def _require_header(header: object) -> None:
+    """By what it can do: this module is below the class."""
+    if not hasattr(header, "measure"):
+        raise TypeError(f"header must be a GgufHeader, as read_gguf_header gives it, not {type(header).__name__}")
+
+
+def _require_budget(budget_bytes: object) -> None:
+    expected = "a number of bytes, 0 or more"
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, SupportsIndex) or budget_bytes.__index__() < 0:
+        shown = repr(budget_bytes)[:80]
+        raise InvalidArgumentError(
+            f"budget_bytes is {shown}, expected {expected}",
+            field="budget_bytes",
+            expected=expected,
+            actual=budget_bytes,
+        )
 
 
 def _is_quantised(cache_type: str) -> bool:

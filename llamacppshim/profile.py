@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
-from llamacppshim.errors import InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError
+from llamacppshim.errors import GrammarError, InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError
 from llamacppshim.files import open_regular, replaced
 from llamacppshim.formats import FORMATS
 from llamacppshim.manifest import digest_of
@@ -21,7 +23,7 @@ PROFILE_NAME = "llamacppshim.json"
 MAX_PROFILE_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_NOT_IN_A_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_NOT_IN_A_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -85,6 +87,11 @@ def _require_number(field: str, value: object, low: float, high: float) -> None:
         raise _refused(field, value, f"a number of {low:.10g} to {high:.10g}")
 
 
+def _require_path(field: str, value: str) -> None:
+    if not value or "\0" in value:
+        raise _refused(field, value, "a path")
+
+
 def _require_sampling(config: DecodeConfig) -> None:
     """What every model's sampler would refuse. Grammars, and which tokens there are, need the model."""
     for name, (low, high) in SAMPLING_RANGES.items():
@@ -135,7 +142,7 @@ class PromptConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ToolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tools are spoken of. ``protocol`` None: as the model's template does, if it does."""
+    """How tools are spoken of. ``protocol`` None: as the model's template does, if it does. No other is known yet."""
 
     protocol: str | None = None
 
@@ -143,6 +150,8 @@ class ToolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _require("protocol", self.protocol, (str, type(None)), "a text or None")
         if self.protocol == "":
             raise _refused("protocol", self.protocol, "a text that is not empty, or None")
+        if self.protocol is not None:
+            raise _unsupported("tools.protocol", self.protocol, "null: as the model's template has it")
 
 
 _PARTS = {"prompt": PromptConfig, "runtime": RuntimeConfig, "sampling": DecodeConfig, "tools": ToolsConfig}
@@ -175,11 +184,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         for name in ("profile_id", "model", "backend"):
             _require(name, getattr(self, name), str, "a text")
-        if not self.model:
-            raise _refused("model", self.model, "a path")
+        _require_path("model", self.model)
         _require_digest("model_digest", self.model_digest)
         for name, kind in _PARTS.items():
             _require(name, getattr(self, name), kind, f"a {kind.__name__}")
+        for i, adapter in enumerate(self.runtime.adapters):
+            _require_path(f"runtime.adapters[{i}].path", adapter.path)
         if self.backend == "local":
             msgspec.structs.force_setattr(self, "backend", "llama")
         if self.backend != "llama":
@@ -189,10 +199,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """From its file, or the folder that holds it. As `from_json`, the path before the text; OSError where it cannot
-        be read."""
-        file = Path(path)
-        if file.is_dir():
-            file /= PROFILE_NAME
+        be read, or is no regular file."""
+        file = _profile_file(path)
         with open_regular(file) as opened:
             data = opened.read(MAX_PROFILE_BYTES + 1)
         if len(data) > MAX_PROFILE_BYTES:
@@ -207,7 +215,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ------
         InvalidArgumentError     ``field`` is the path of the field (``runtime.n_ctx``, ``sampling.stop[1]``); empty
                                  where the whole is not JSON, or no object
-        UnsupportedFeatureError  another prompt format or backend
+        UnsupportedFeatureError  another prompt format, tool protocol or backend
         """
         return _decoded(data)
 
@@ -220,9 +228,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it whole or not at all, to this file or as `PROFILE_NAME` in this folder. OSError where not."""
-        file = Path(path)
-        if file.is_dir():
-            file /= PROFILE_NAME
+        file = _profile_file(path)
         data = self.to_json()
         with replaced(file, mode=0o666) as opened:
             opened.write(data)
@@ -248,6 +254,36 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """For `Session.decode`."""
         return self.sampling
 
+    def require_sampling(self, n_vocab: int, make_sampler: Callable[..., Any]) -> None:
+        """Judge what only the model can tell: whether it has the tokens, and its sampler takes the grammar.
+
+        Parameters
+        ----------
+        n_vocab
+            Tokens of the model.
+        make_sampler
+            ``partial(Sampler, model)``; what it makes is closed.
+
+        Raises InvalidArgumentError with the path of the field.
+        """
+        config = self.sampling
+        tokens = [
+            *((f"show_special[{i}]", token) for i, token in enumerate(config.show_special)),
+            *((f"trigger_tokens[{i}]", token) for i, token in enumerate(config.trigger_tokens)),
+            *((f"logit_bias[{i}][0]", token) for i, (token, _) in enumerate(_bias_of(config))),
+        ]
+        for name, token in tokens:
+            if token >= n_vocab:
+                raise _refused(f"sampling.{name}", token, f"a token of the model, 0 to {n_vocab - 1}")
+        # The grammar alone, so that what is wrong then is not in it.
+        alone = DecodeConfig(grammar=config.grammar, grammar_root=config.grammar_root)
+        for name, one in (("grammar", alone), ("trigger_patterns", config)):
+            try:
+                with _fields_of("sampling", DecodeConfig):
+                    make_sampler(**one.sampling()).close()
+            except GrammarError as error:
+                raise InvalidArgumentError(_line(f"sampling.{name}: {error}"), field=f"sampling.{name}") from error
+
     def _as_loaded(self) -> Profile:
         """Through JSON and back: 1 where a float stands becomes 1.0, and what a file could not hold is refused."""
         try:
@@ -256,6 +292,45 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             field = next(path for path, text in _texts(msgspec.to_builtins(self)) if _SURROGATE.search(text))
             raise InvalidArgumentError(f"{field} has a lone surrogate", field=field) from None
         return _decoded(data)
+
+
+def _bias_of(config: DecodeConfig) -> tuple[tuple[int, float], ...]:
+    """Pairs, as DecodeConfig makes them of whatever it is given."""
+    return config.logit_bias if isinstance(config.logit_bias, tuple) else ()
+
+
+def _profile_file(path: str | os.PathLike[str]) -> Path:
+    """The profile's file, of itself or its folder."""
+    file = Path(path)
+    if "\0" in os.fspath(file):
+        raise _refused("path", os.fspath(path), "a path")
+    return file / PROFILE_NAME if file.is_dir() else file
+
+
+@contextlib.contextmanager
+def runtime_fields(overrides: Container[str] = ()) -> Iterator[None]:
+    """Refusals of settings by what opens a runtime carry the path of the field in the profile (``runtime.devices``),
+    but for those that come from elsewhere.
+    """
+    with _fields_of("runtime", RuntimeConfig, overrides):
+        yield
+
+
+@contextlib.contextmanager
+def _fields_of(part: str, kind: type[msgspec.Struct], overrides: Container[str] = ()) -> Iterator[None]:
+    try:
+        yield
+    except (InvalidArgumentError, OutOfRangeError) as error:
+        name = re.split(r"[.\[]", error.field)[0]
+        if name not in kind.__struct_fields__ or name in overrides:
+            raise
+        field, text = f"{part}.{error.field}", str(error)
+        raise type(error)(
+            f"{part}.{text}" if text.startswith(error.field) else f"{field}: {text}",
+            field=field,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
 
 
 # JSON.
@@ -267,13 +342,54 @@ _OBJECT = re.compile(r"Object (contains unknown|missing required) field `(.*)`",
 
 def _decoded(data: bytes | str, prefix: str = "") -> Profile:
     try:
-        return msgspec.json.decode(data, type=Profile)
+        profile = msgspec.json.decode(data, type=Profile)
     except msgspec.ValidationError as error:
         raise _explained(error, prefix) from error
     except (msgspec.DecodeError, UnicodeError) as error:
+        if (field := _torn(data)) is not None:
+            raise InvalidArgumentError(_line(f"{prefix}{field} has a lone surrogate"), field=field) from error
         raise InvalidArgumentError(_line(f"{prefix}not JSON: {error}")) from error
     except UnsupportedFeatureError as error:
         raise UnsupportedFeatureError(_line(f"{prefix}{error}"), feature=error.feature) from None
+    # msgspec takes the last of two fields with one name.
+    fields = json.loads(data, object_pairs_hook=_Fields, parse_int=_text, parse_float=_text)
+    if (field := _said_twice(fields)) is not None:
+        raise InvalidArgumentError(_line(f"{prefix}{_short(field)} is there twice"), field=field)
+    return profile
+
+
+class _Fields(list[tuple[str, Any]]):
+    """An object of JSON as it is written."""
+
+
+def _text(digits: str) -> str:
+    return digits  # no number is looked at, however long
+
+
+def _said_twice(value: Any, path: str = "") -> str | None:
+    """The path of a field that its object has twice."""
+    if isinstance(value, _Fields):
+        below = [(_joined(path, name), one) for name, one in value]
+    elif isinstance(value, list):
+        below = [(f"{path}[{i}]", one) for i, one in enumerate(value)]
+    else:
+        return None
+    seen: set[str] = set()
+    for own, one in below:
+        if own in seen:
+            return own
+        seen.add(own)
+        if (found := _said_twice(one, own)) is not None:
+            return found
+    return None
+
+
+def _torn(data: bytes | str) -> str | None:
+    """The path of a text with half of a pair of surrogates, in what is JSON but for that."""
+    try:
+        return next((path for path, text in _texts(json.loads(data)) if _SURROGATE.search(text)), None)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _explained(error: msgspec.ValidationError, prefix: str) -> InvalidArgumentError:
@@ -306,11 +422,12 @@ def _line(text: str) -> str:
 
 
 def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in it, with its path."""
+    """Every text in it, with its path; the names of fields likewise."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
         for name, one in value.items():
+            yield _joined(path, name), name
             yield from _texts(one, _joined(path, name))
     elif isinstance(value, (list, tuple)):
         for i, one in enumerate(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ import typer
 from llamacppshim.config import RuntimeConfig
 from llamacppshim.errors import InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.manifest import hash_bytes
-from llamacppshim.profile import PROFILE_NAME, Profile, PromptConfig
+from llamacppshim.profile import PROFILE_NAME, Profile, PromptConfig, runtime_fields
 from llamacppshim.terminal import bar, say
 
 app = typer.Typer(no_args_is_help=True, help="Profiles: how one model is run, in a file beside it.")
@@ -70,13 +71,22 @@ def check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A profile, its folder, or the model beside it.")],
 ) -> None:
     """Read a profile strictly, compare its digests with the model, and open a runtime with it."""
+    from llamacppshim._native import Sampler
     from llamacppshim.runtime import Runtime
 
     file = path / PROFILE_NAME if path.is_dir() else path
     if file.suffix != ".json":
         file = file.parent / PROFILE_NAME
+    if not path.exists():
+        raise InvalidArgumentError(f"{path}: no such file or folder")
+    if not file.exists():
+        raise InvalidArgumentError(f"{path} has no profile: there is no {file}")
     console = rich.console.Console(highlight=False)
-    with Runtime.from_profile(file) as runtime:
+    profile = Profile.load(file)
+    with runtime_fields():
+        runtime = Runtime.from_profile(file)
+    with runtime:
+        profile.require_sampling(runtime.model.n_vocab, partial(Sampler, runtime.model))
         config = runtime.config
         say(
             console,

@@ -369,6 +369,7 @@ class ResidentSequence:
             self.ledger.replace(rest, keep=begin)
             self.checkpoints.forget_after(begin)
             self._n_true = begin if self._n_true is None else min(self._n_true, begin)
+            self._lost_masked = self._lost_masked or self.runtime.model.n_swa > 0  # a full cache overwrites it first
             self._layout = False
             self._n_grid = min(self._n_grid, begin // self.runtime.n_ubatch * self.runtime.n_ubatch)
             self._whole = -1

@@ -346,6 +346,8 @@ class Session(Closing):
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait([step])
                 self.sequence.stop.cancelled = False
+                if step.exception() is None and (late := step.result()) is not None and self._answer is not None:
+                    self._answer.undelivered = late if late.text or late.tokens else None
                 raise
             if chunk is None:
                 return

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from llamacppshim.errors import InvalidArgumentError, SnapshotError
@@ -325,8 +326,9 @@ class SnapshotStore:
 
 
 def identity_key(identity: Identity) -> str:
-    """Short, for names; the whole identity is compared when an entry is loaded."""
-    return Identity.digest(identity)[:32]
+    """Short, for names; the whole identity is compared when an entry is restored. The size of the context, which most
+    states do not depend on, is judged then alone."""
+    return Identity.digest(msgspec.structs.replace(identity, n_ctx=0))[:32]
 
 
 def entry_name(identity: Identity, tokens: Tokens) -> str:

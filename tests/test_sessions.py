@@ -26,7 +26,7 @@ from sessions import (
     some_tokens,
 )
 
-from llamacppshim import Context, Model, Segment, assemble_context
+from llamacppshim import Context, Model, Segment, assemble_context, collect_many
 from llamacppshim.errors import (
     BusyError,
     ClosedError,
@@ -712,31 +712,43 @@ def test_an_asynchronous_answer_and_its_cancelling(models: dict[str, Model]) -> 
             [token async for chunk in session.adecode(max_tokens=12, ignore_eos=True) for token in chunk.tokens]
         )
 
-    async def cancelled(session: Any) -> int:
-        n = 0
+    async def cancelled(session: Any) -> list[Any]:
+        chunks: list[Any] = []
 
         async def run() -> None:
-            nonlocal n
             async for chunk in session.adecode(ignore_eos=True):
-                n += len(chunk.tokens)
+                chunks.append(chunk)
 
         task = asyncio.create_task(run())
-        while n < 3:
+        while len(chunks) < 3:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return n
+        return chunks
 
     with open_runtime(models, "attention", n_ctx=8192) as runtime, runtime.session() as session:
         session.ensure_prefix(PREFIX)
         whole = session.collect(max_tokens=12, ignore_eos=True).tokens
         session.ensure_prefix(PREFIX)
         assert asyncio.run(ask(session)) == whole
-        session.ensure_prefix(PREFIX)
-        n = asyncio.run(cancelled(session))
-        assert n < 8000
-        assert session.collect(max_tokens=2, ignore_eos=True).finish_reason == "length"
+        for rest_of in ("collect", "collect_many"):
+            for _ in range(5):
+                session.ensure_prefix(PREFIX)
+                chunks = asyncio.run(cancelled(session))
+                tokens = [token for chunk in chunks for token in chunk.tokens]
+                assert len(tokens) < 8000
+                n = max(1, 12 - len(tokens))
+                if rest_of == "collect":
+                    rest = session.collect(max_tokens=n, ignore_eos=True)
+                else:
+                    (rest,) = collect_many([session], max_tokens=n, ignore_eos=True)
+                # What was chosen while the task was cancelled has reached nobody yet: it comes now.
+                assert rest.finish_reason == "length" and len(rest.tokens) == n
+                assert (*tokens, *rest.tokens)[:12] == whole
+                np.testing.assert_array_equal(session.tokens[len(PREFIX) :], [*tokens, *rest.tokens])
+                text = runtime.model.detokenize(session.tokens[len(PREFIX) :]).decode("utf-8", "replace")
+                assert "".join(chunk.text for chunk in chunks) + rest.text == text
 
 
 # Several sessions.
