@@ -2,6 +2,7 @@
 #include "lcs_chat.hpp"
 
 #include <algorithm>
+#include <optional>
 
 namespace lcs {
 
@@ -87,6 +88,37 @@ std::vector<bool> input_mask(const std::string & prompt, const std::vector<rende
     return mask;
 }
 
+// llama.cpp takes BOS off the begin of a prompt and EOS off its end by their text alone. Where a message wrote that, it
+// is the message's: the render as it was, less what the template itself wrote there.
+std::optional<rendered> uncut(const std::string & prompt, const std::vector<rendered> & renders) {
+    const rendered * best = nullptr; // the render that the prompt was: nothing else is as near
+    for (const rendered & render : renders) {
+        const bool holds = render.text.find(prompt) != std::string::npos;
+        if (holds && (best == nullptr || render.text.size() < best->text.size())) {
+            best = &render;
+        }
+    }
+    if (best == nullptr) {
+        return std::nullopt;
+    }
+    const std::vector<bool> mask = mask_of(*best);
+    const auto              is_input = [&](size_t begin, size_t end) {
+        const auto first = mask.begin();
+        return begin < end && std::all_of(first + static_cast<ptrdiff_t>(begin), first + static_cast<ptrdiff_t>(end),
+                                          [](bool input) { return input; });
+    };
+    const size_t at = best->text.find(prompt);
+    const size_t stop = at + prompt.size();
+    const size_t begin = is_input(0, at) ? 0 : at;
+    const size_t end = is_input(stop, mask.size()) ? mask.size() : stop;
+    if (begin == at && end == stop) {
+        return std::nullopt;
+    }
+    const std::vector<bool> kept(mask.begin() + static_cast<ptrdiff_t>(begin),
+                                 mask.begin() + static_cast<ptrdiff_t>(end));
+    return rendered{best->text.substr(begin, end - begin), stretches_of(kept)};
+}
+
 // A template can cut characters. A character is input if any byte of it is.
 void make_valid(std::string & prompt, std::vector<stretch> & parts) {
     const auto starts_character = [&](size_t at) {
@@ -149,8 +181,15 @@ std::string write_prompt(const std::string & prompt, const std::vector<rendered>
     const auto same = std::find_if(renders.begin(), renders.end(),
                                    [&](const rendered & render) { return render.text == prompt; });
     std::string          text = prompt;
-    std::vector<stretch> parts =
-            same != renders.end() ? same->stretches : stretches_of(input_mask(prompt, renders, texts));
+    std::vector<stretch> parts;
+    if (same != renders.end()) {
+        parts = same->stretches;
+    } else if (std::optional<rendered> whole = uncut(prompt, renders)) {
+        text = std::move(whole->text);
+        parts = std::move(whole->stretches);
+    } else {
+        parts = stretches_of(input_mask(prompt, renders, texts));
+    }
     make_valid(text, parts);
 
     std::string json = "{\"text\":\"";

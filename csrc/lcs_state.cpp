@@ -266,8 +266,9 @@ void load_payload(lcs_context & ctx, int32_t seq_id, blob_kind kind, const heade
             return;
         }
     }
-    fail(is_full() ? LCS_STATUS_NO_KV_SLOT : LCS_STATUS_INTERNAL,
-         (is_full() ? "too few free cells for the state" : "llama.cpp refused the state: " + log_last_line()) + EMPTIED);
+    const std::string why =
+            is_full() ? "too few free cells for the state" : "llama.cpp refused the state: " + log_last_line();
+    fail(is_full() ? LCS_STATUS_NO_KV_SLOT : LCS_STATUS_INTERNAL, why + EMPTIED);
 }
 
 } // namespace

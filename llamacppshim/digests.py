@@ -7,15 +7,15 @@ import re
 from collections.abc import Callable
 
 from llamacppshim.facts import FileFacts
-from llamacppshim.files import sha256_of
+from llamacppshim.files import open_regular, sha256_of
 from llamacppshim.manifest import hash_bytes
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def file_digest(path: str) -> str:
-    """SHA-256 hex of a file; of one that cannot be read, nothing's."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    """SHA-256 hex of a file; of one that cannot be read, or would be waited for, nothing's."""
+    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
         return sha256_of(file)
     return hash_bytes()
 

@@ -6,9 +6,10 @@ is what llama.cpp does not count, and how the cache is shared among layers. Pure
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -344,9 +345,14 @@ def _require_header(header: object) -> None:
 
 
 def _require_budget(budget_bytes: object) -> None:
-    expected = "a number of bytes, 0 or more"
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, SupportsIndex) or budget_bytes.__index__() < 0:
-        shown = repr(budget_bytes)[:80]
+    try:
+        n_bytes = -1 if isinstance(budget_bytes, bool) else operator.index(budget_bytes)  # type: ignore[arg-type]
+    except TypeError:
+        n_bytes = -1
+    if n_bytes < 0:
+        expected = "an integer of at least 0"
+        shown = repr(budget_bytes)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise InvalidArgumentError(
             f"budget_bytes is {shown}, expected {expected}",
             field="budget_bytes",

@@ -167,6 +167,8 @@ class Tokenizer:
         and no merge with them."""
         if not text:
             return np.empty(0, dtype=np.int32)
+        if not len(tokens):
+            return self.plain_cached(text, parse_special)
         tails = [self._vocabulary.detokenize(tokens[-n:]) for n in (16, 4, 1) if len(tokens) >= n]
         # Where a token reaches over every tail, after something that none reaches over.
         for tail in (*tails, *_ANCHORS):

@@ -235,6 +235,28 @@ def test_two_texts_do_not_make_a_special_token_together(session: Session) -> Non
         assert runtime.model.detokenize(other.tokens) == b"a<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("kind", "bos", "eos"), [("spm", "<s>", "</s>"), ("attention", "<|endoftext|>", "<|endoftext|>")]
+)
+def test_a_message_at_the_edge_of_a_prompt_keeps_the_text_of_bos_and_eos(
+    loaded: dict[str, Model], kind: str, bos: str, eos: str
+) -> None:
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with open_runtime(loaded, kind, chat_template=source) as runtime:
+        model = runtime.model
+        for text in (f"{bos}x", f"{bos}{bos}x", f"x{eos}", f"{bos}x{eos}", f"{bos}\nx {eos}"):
+            with runtime.session() as session:
+                all_of(session, [user(text)], max_tokens=0)
+                plain = model.tokenize(text, add_special=False, parse_special=False).tolist()
+                tokens = session.tokens.tolist()
+                assert tokens == ([model.bos, *plain] if model.add_bos else plain)
+        # What the template itself writes is BOS, once.
+        with open_runtime(loaded, kind, chat_template="{{ bos_token }}" + source) as other, other.session() as session:
+            all_of(session, [user(f"{bos}x")], max_tokens=0)
+            plain = model.tokenize(f"{bos}x", add_special=False, parse_special=False).tolist()
+            assert session.tokens.tolist() == [model.bos, *plain]
+
+
 def test_there_is_one_bos(loaded: dict[str, Model]) -> None:
     with open_runtime(loaded, "spm", chat_template=tiny.CHATML) as runtime, runtime.session() as session:
         bos = runtime.model.bos

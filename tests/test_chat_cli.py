@@ -1331,7 +1331,7 @@ def test_names_that_no_file_has_are_told(
     commands = [f"/{name} {path}" for name in ("load", "save", "edit") for path in ("a\0b", "~nosuchuser/x")]
     done = piped("\n".join(commands), tmp_path, environment, "--model", tiny_llama, "--repo", repo)
     assert done.returncode == 1 and b"Traceback" not in done.stderr
-    names = ("a\ufffdb: ", "'a\\x00b': ", "~nosuchuser/x: ")
+    names = ("a\ufffdb: ", "'a\\x00b.lcs': ", "~nosuchuser/x: ")
     assert len([line for line in done.stderr.decode().splitlines() if line.startswith(names)]) == len(commands)
 
 

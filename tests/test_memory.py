@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from conftest import RunChild
 from test_header import N_EMBD, predicting_model, small_layer, small_model
@@ -238,6 +239,33 @@ def test_verdicts_turn_at_their_shares(needed: int, verdict: str) -> None:
     assert fit == Fit(verdict, needed, 10_000)  # type: ignore[arg-type]
     assert bool(fit) == (verdict != "none")
     assert judge_fit(1, 0).verdict == "none"
+
+
+@pytest.mark.parametrize(
+    "budget", [math.nan, math.inf, 1e9, -1, -(10**30), "x", None, True, [1], np.zeros(2)], ids=repr
+)
+def test_a_budget_that_is_no_number_of_bytes_is_refused(tiny_llama: Path, budget: Any) -> None:
+    header = read_gguf_header(tiny_llama)
+    estimate = estimate_memory(header, n_ctx=256)
+    for call in (
+        lambda: estimate.fits(budget),
+        lambda: judge_fit(0, budget),
+        lambda: largest_context(header, RuntimeConfig(), budget_bytes=budget),
+        lambda: largest_context(header, None, budget, ()),
+    ):
+        with pytest.raises(
+            InvalidArgumentError, match=r"^budget_bytes is .*, expected an integer of at least 0$"
+        ) as caught:
+            call()
+        assert caught.value.field == "budget_bytes"
+    assert estimate.fits(np.int64(1 << 40)).verdict == "good" and not estimate.fits(0)
+
+
+@pytest.mark.parametrize("header", ["x.gguf", None, 3, Path("x.gguf")], ids=repr)
+def test_what_is_no_header_is_named(header: Any) -> None:
+    for call in (estimate_memory, lambda header: largest_context(header, RuntimeConfig(), 1 << 30)):
+        with pytest.raises(TypeError, match=rf"^header must be a GgufHeader, .*, not {type(header).__name__}$"):
+            call(header)
 
 
 @pytest.mark.parametrize("name", GENERATING)

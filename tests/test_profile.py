@@ -7,11 +7,13 @@ import json
 import math
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from conftest import RunChild
 
 from llamacppshim import Model, Sampler
 from llamacppshim.config import AdapterConfig, DecodeConfig, RuntimeConfig
@@ -23,13 +25,14 @@ from llamacppshim.profile import (
     Profile,
     PromptConfig,
     ToolsConfig,
+    runtime_fields,
 )
 
 DIGEST = "0123456789abcdef" * 4
 
 
 def full() -> Profile:
-    """Every part says something, and every list has entries."""
+    """Every part says something, but for tools, of which there is nothing to say; and every list has entries."""
     return Profile(
         profile_id="a profile",
         model="model.gguf",
@@ -54,7 +57,7 @@ def full() -> Profile:
             trigger_patterns=("x",),
             trigger_tokens=(5, 6),
         ),
-        tools=ToolsConfig(protocol="hermes"),
+        tools=ToolsConfig(protocol=None),
     )
 
 
@@ -118,6 +121,14 @@ def test_other_backends_are_not_supported(name: str) -> None:
     assert caught.value.feature == f"backend {name!r}"
     with pytest.raises(UnsupportedFeatureError):
         Profile(model="m.gguf", backend=name)
+
+
+@pytest.mark.parametrize("name", ["hermes", "model", "llama3", "a\nb"])
+def test_a_tool_protocol_that_nothing_speaks_is_not_supported(name: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=r"^tools\.protocol '.*' is not supported, only null") as caught:
+        Profile.from_json(json.dumps({"model": "m", "tools": {"protocol": name}}))
+    assert caught.value.feature == f"tools.protocol {name!r}"
+    assert Profile.from_json('{"model": "m", "tools": {"protocol": null}}').tools == ToolsConfig()
 
 
 @pytest.mark.parametrize("name", ["model", "chatml", "llama3", "raw"])
@@ -199,6 +210,8 @@ def test_wrong_types_are_refused(changes: Any, field: str) -> None:
     ("changes", "field"),
     [
         ({"model": ""}, "model"),
+        ({"model": "a\0b"}, "model"),
+        ({"runtime": {"adapters": [{"path": "a"}, {"path": "b\0"}]}}, "runtime.adapters[1].path"),
         ({"model_digest": "0" * 63}, "model_digest"),
         ({"model_digest": "G" * 64}, "model_digest"),
         ({"prompt": {"template_digest": ""}}, "prompt.template_digest"),
@@ -235,13 +248,60 @@ def test_a_refusal_of_a_configuration_carries_what_that_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", ["", "{", "nothing", '{"model": "\\ud800"}', "\x00", '{"model": NaN}', b"\xff{}", "[" * 10**6]
+    "data", ["", "{", "nothing", '{"model": "\\ud800', "\x00", '{"model": NaN}', b"\xff{}", "[" * 10**6, "\ud800"]
 )
 def test_what_is_not_json_has_no_field(data: str | bytes) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Profile.from_json(data)
     assert caught.value.field == ""
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\uDFFF", "abc\\udbffdef", "\\ud83d\\ud83d\\ude00"])
+@pytest.mark.parametrize(
+    ("data", "field", "shown"),
+    [
+        ('{"model": "*"}', "model", "model"),
+        ('{"model": "m", "sampling": {"stop": ["a", "*"]}}', "sampling.stop[1]", "sampling.stop[1]"),
+        ('{"model": "m", "runtime": {"*": 1}}', "runtime.*", "runtime."),
+    ],
+)
+def test_half_a_pair_of_surrogates_is_named(data: str, field: str, shown: str, half: str) -> None:
+    for text in (data.replace("*", half), data.replace("*", half).encode()):
+        with pytest.raises(InvalidArgumentError, match=r"^[ -~]* has a lone surrogate$") as caught:
+            Profile.from_json(text)
+        assert caught.value.field == field.replace("*", json.loads(f'"{half}"'))
+        assert str(caught.value).startswith(shown)
+    whole = data.replace("*", "\\ud83d\\ude00")
+    assert "runtime" in whole or Profile.from_json(whole).model
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ('{"model": "m", "model": "m"}', "model"),
+        ('{"model": "m", "runtime": {"n_ctx": 1}, "runtime": {}}', "runtime"),
+        ('{"model": "m", "runtime": {"n_ctx": 512, "n_batch": 1, "n_ctx": 1024}}', "runtime.n_ctx"),
+        ('{"model": "m", "runtime": {"n\\u005fctx": 512, "n_ctx": 1024}}', "runtime.n_ctx"),
+        (
+            '{"model": "m", "runtime": {"adapters": [{"path": "a"}, {"path": "b", "path": "c"}]}}',
+            "runtime.adapters[1].path",
+        ),
+        ('{"model": "m", "sampling": {"logit_bias": {"1": 1, "2": 1, "1": 2}}}', "sampling.logit_bias.1"),
+    ],
+)
+def test_a_field_that_is_there_twice_is_refused(data: str, field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Profile.from_json(data)
+    assert (caught.value.field, str(caught.value)) == (field, f"{field} is there twice")
+
+
+def test_equal_names_in_different_places_are_no_repetition() -> None:
+    text = '{"model": "m", "runtime": {"adapters": [{"path": "a"}, {"path": "a"}]}, "sampling": {"temperature": 1%s.0}}'
+    assert len(Profile.from_json(text % "").runtime.adapters) == 2
+    with pytest.raises(InvalidArgumentError) as caught:  # a number of more digits than Python's own reader takes
+        Profile.from_json(text % ("0" * 5000))
+    assert caught.value.field in ("", "sampling.temperature")
 
 
 def test_the_model_must_be_named_and_the_whole_an_object() -> None:
@@ -282,6 +342,30 @@ def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
             Profile.load(path)
     with pytest.raises(FileNotFoundError):
         full().save(tmp_path / "none" / "x.json")
+
+
+def test_a_path_that_is_none_is_refused() -> None:
+    for call in (Profile.load, full().save):
+        with pytest.raises(InvalidArgumentError, match=r"^path is 'a\\x00b', expected a path$") as caught:
+            call("a\0b")
+        assert caught.value.field == "path"
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, run_child: RunChild) -> None:
+    os.mkfifo(tmp_path / PROFILE_NAME)
+    (tmp_path / "folder" / PROFILE_NAME).mkdir(parents=True)
+    run_child(
+        f"""
+        from llamacppshim.digests import file_digest
+        from llamacppshim.manifest import hash_bytes
+        root = {os.fspath(tmp_path)!r}
+        for path in (root, root + "/{PROFILE_NAME}", "/dev/zero", root + "/folder"):
+            name, text = refusal(Profile.load, path)
+            assert name in ("OSError", "IsADirectoryError") and "is " in text and path in text, (name, text)
+        assert file_digest(root + "/{PROFILE_NAME}") == file_digest("a\\0b") == hash_bytes()  # nor the file of an adapter
+        """,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,6 +409,64 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
 
 
 # Against the sampler.
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field", "text"),
+    [
+        ({"grammar": "root ::= ("}, "grammar", ": line 1, column 10: a ( without its )"),
+        ({"grammar": "root ::= nope"}, "grammar", 'rule "nope" is not defined'),
+        ({"grammar": ""}, "grammar", 'no rule "root"'),
+        ({"grammar": 'root ::= "a"', "grammar_root": "other"}, "grammar", 'no rule "other"'),
+        ({"grammar": 'root ::= "\0"'}, "grammar", " has a NUL at byte 10"),
+        (
+            {"grammar": 'root ::= "a"', "grammar_lazy": True, "trigger_patterns": ("(",)},
+            "trigger_patterns",
+            'trigger pattern "("',
+        ),
+        ({"logit_bias": ((1, 1.0), (10**9, 1.0))}, "logit_bias[1][0]", " is 1000000000, expected a token of the model"),
+        ({"trigger_tokens": (1, 50_259)}, "trigger_tokens[1]", " is 50259, expected a token of the model, 0 to 50258"),
+        ({"show_special": (50_259,)}, "show_special[0]", " is 50259, expected a token of the model, 0 to 50258"),
+    ],
+)
+def test_what_only_the_model_can_judge_carries_the_path_too(
+    model: Model, sampling: dict[str, Any], field: str, text: str
+) -> None:
+    profile = Profile(model="m", sampling=DecodeConfig(**sampling))
+    with pytest.raises(InvalidArgumentError) as caught:
+        profile.require_sampling(model.n_vocab, partial(Sampler, model))
+    assert caught.value.field == f"sampling.{field}"
+    assert str(caught.value).startswith(f"sampling.{field}") and text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"grammar": 'root ::= "a"', "grammar_lazy": True, "trigger_patterns": ("a+",), "trigger_tokens": (50_258,)},
+        {"logit_bias": {0: -1.0, 50_258: 2.0}, "top_k": 40, "seed": 1, "show_special": (0, 50_258)},
+    ],
+)
+def test_what_the_model_takes_is_taken(model: Model, sampling: dict[str, Any]) -> None:
+    profile = Profile(model="m", sampling=DecodeConfig(**sampling))
+    profile.require_sampling(model.n_vocab, partial(Sampler, model))
+
+
+def test_a_refusal_while_opening_carries_the_path_but_for_what_came_from_elsewhere() -> None:
+    def refused(field: str, overrides: Any = ()) -> InvalidArgumentError:
+        with pytest.raises(InvalidArgumentError) as caught, runtime_fields(overrides):
+            raise InvalidArgumentError(f"{field} is odd", field=field, expected=1, actual=2)
+        return caught.value
+
+    for field in ("devices", "tensor_split[1]", "adapters.path"):
+        error = refused(field)
+        assert (error.field, str(error)) == (f"runtime.{field}", f"runtime.{field} is odd")
+        assert (error.expected, error.actual) == (1, 2)
+    for field in ("path", "runtime.devices", ""):
+        assert refused(field).field == field
+    assert refused("devices", {"devices": ["x"]}).field == "devices"
+    with pytest.raises(OutOfRangeError, match=r"^runtime\.devices: there is no \"x\"$"), runtime_fields():
+        raise OutOfRangeError('there is no "x"', field="devices")
 
 
 WHOLE = ("top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "min_keep")

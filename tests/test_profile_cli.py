@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ MAIN = [sys.executable, "-c", "from llamacppshim.cli import main; main()", "prof
 
 def start(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [*MAIN, *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture
@@ -56,6 +57,11 @@ def test_a_profile_is_measured_written_and_checked(model: Path, tmp_path: Path) 
         ({"unknown": 1}, "unknown"),
         ({"backend": "localnode"}, "backend"),
         ({"model": "missing.gguf"}, "missing.gguf"),
+        ({"sampling": {"grammar": "root ::= ("}}, "sampling.grammar: line 1"),
+        ({"sampling": {"grammar": "root ::= nope"}}, 'sampling.grammar: line 1, column 10: rule "nope" is not defined'),
+        ({"sampling": {"logit_bias": {"1000000000": 1}}}, "sampling.logit_bias[0][0] is 1000000000"),
+        ({"runtime": {"devices": ["x"]}}, 'runtime.devices: device "x"'),
+        ({"tools": {"protocol": "hermes"}}, "tools.protocol 'hermes' is not supported"),
     ],
 )
 def test_a_profile_that_does_not_fit_is_refused_in_a_line(
@@ -66,6 +72,20 @@ def test_a_profile_that_does_not_fit_is_refused_in_a_line(
     assert done.returncode == 1
     assert done.stderr.startswith("llamacppshim: ") and done.stderr.count("\n") == 1
     assert text in done.stderr
+
+
+def test_a_profile_that_is_not_there_is_named_as_it_was_asked_for(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe.json")
+    for asked, text in (
+        ("nope", "nope: no such file or folder"),
+        ("none/x.json", "none/x.json: no such file or folder"),
+        ("empty", "empty has no profile: there is no empty/llamacppshim.json"),
+        ("model.gguf", "model.gguf has no profile: there is no llamacppshim.json"),
+        ("pipe.json", "pipe.json: is not a regular file"),
+    ):
+        done = start(tmp_path, "check", asked)
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"llamacppshim: {text}\n")
 
 
 def test_a_model_without_text_or_a_missing_one_gets_none(tiny_models: dict[str, Path], tmp_path: Path) -> None:

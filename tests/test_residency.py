@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sessions import N_CTX, N_UBATCH, TOLERANCE, last_row, open_runtime, some_tokens
+from sessions import N_CTX, N_UBATCH, TOLERANCE, cold_row_of, last_row, open_runtime, some_tokens
 
 from llamacppshim import Context, Model, Sampler
 from llamacppshim.errors import ContextOverflowError, InvalidArgumentError, OutOfRangeError, UnsupportedFeatureError
@@ -145,3 +145,17 @@ def test_wrong_settings_are_refused(models: dict[str, Model]) -> None:
     for values in ({"on_overflow": "x"}, {"n_sink": -1}, {"n_recent": 0}):
         with pytest.raises((InvalidArgumentError, OutOfRangeError)):
             open_runtime(models, "attention", **values)
+
+
+def test_a_full_window_cache_says_what_an_eviction_has_cost_it(models: dict[str, Model]) -> None:
+    values = {"n_ctx": 256, "on_overflow": "evict"}
+    prefix = some_tokens(60)
+    with open_runtime(models, "swa-full", **values) as runtime, runtime.session() as session:
+        session.ensure_prefix(prefix)
+        session.prefill_suffix(some_tokens(40, seed=1))
+        answer = session.collect(max_tokens=400, ignore_eos=True)
+        assert answer.finish_reason == "length" and session.explain().evicted_tokens > 0
+        status = session.ensure_prefix(prefix)
+        assert "window" in status.plan.reason and "failed" not in status.plan.reason
+        row = last_row(session)
+        assert abs(row - cold_row_of(runtime.model, prefix)).max() < TOLERANCE

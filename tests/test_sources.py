@@ -942,6 +942,19 @@ def test_without_the_package_the_error_names_the_extra(store: Store, monkeypatch
     assert [found.spec for found in list_models()] == ["ollama:m:latest"]
 
 
+@pytest.mark.parametrize("has_package", [True, False])
+def test_the_list_of_models_says_where_it_looked(has_package: bool, tmp_path: Path) -> None:
+    if has_package:
+        pytest.importorskip("huggingface_hub")
+    block = "" if has_package else "sys.modules['huggingface_hub'] = None; "
+    code = f"import sys; {block}sys.argv[1:] = ['models']; from llamacppshim.cli import main; main()"
+    environment = {**os.environ, "OLLAMA_MODELS": "/nowhere", "HF_HUB_CACHE": "/nothing", "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, check=True)
+    needs = b"the Hugging Face cache was not looked in: that needs pip install 'llamacppshim[hf]'\n"
+    looked = b"/nowhere and /nothing" if has_package else b"/nowhere"
+    assert (done.stdout, done.stderr) == (b"none; looked in " + looked + b"\n", b"" if has_package else needs)
+
+
 def test_the_cache_is_found_as_the_package_finds_it_and_the_network_is_not_touched(
     cache: Cache, gguf: bytes, run_child: RunChild
 ) -> None:

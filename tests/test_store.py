@@ -374,3 +374,19 @@ def test_saving_and_branching_do_not_grow(run_child: RunChild) -> None:
                 assert files() == opened
         """
     )
+
+
+def test_a_state_is_found_for_a_context_of_another_size(models: dict[str, Model], tmp_path: Path) -> None:
+    prompt = some_tokens(200)
+    with open_runtime(models, "attention", store=tmp_path) as runtime, runtime.session() as session:
+        session.ensure_prefix(prompt)
+        session.park()
+    for n_ctx in (1024, 256):
+        with open_runtime(models, "attention", store=tmp_path, n_ctx=n_ctx) as runtime, runtime.session() as session:
+            runtime.speed.tokens_per_s = 1.0
+            status = session.ensure_prefix(prompt)
+            assert (status.plan.source, status.prefilled_tokens) == ("snapshot", 0)
+    with open_runtime(models, "attention", store=tmp_path, type_k="q8_0", type_v="q8_0") as runtime:
+        runtime.speed.tokens_per_s = 1.0
+        with runtime.session() as session:
+            assert session.ensure_prefix(prompt).plan.source == "none"
