@@ -292,7 +292,7 @@ def chat(
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidArgumentError("messages must be a sequence of at least one message", field="messages")
     chatter = session.runtime.chatter
-    values = dict(template or {})
+    values = _variables(template)
     if prompt_format == "model":
         rendered = chatter.render(messages, tools, values)
         parts: Parts = list(rendered.parts)
@@ -308,6 +308,18 @@ def chat(
     status = msgspec.structs.replace(status, plan=_with_drift(status.plan, prompt, messages))
     session.tell(status.plan)
     return Reply(session, chatter, prompt, status, chosen)
+
+
+def _variables(template: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a template is told besides; what it is given anyway has a place of its own."""
+    if template is None:
+        return {}
+    if not isinstance(template, Mapping) or not all(isinstance(name, str) for name in template):
+        raise InvalidArgumentError(field="template", expected="a mapping of names to values", actual=template)
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in template:
+            raise InvalidArgumentError(f"template may not name {name}: it has its own parameter", field="template")
+    return dict(template)
 
 
 _Known = TypeVar("_Known", bound=dict[bytes, Any])

@@ -86,15 +86,10 @@ class ContextReport(msgspec.Struct, frozen=True, kw_only=True):
             f"suffix {self.suffix_tokens:,}, generated {self.generated_tokens:,}"
             + (f"; {self.pending_tokens:,} more to be read before the next token" if self.pending_tokens else "")
             + f"; room for {self.available_tokens:,}",
-            f"exact      {self.exact}: "
-            + (
-                "every logit is a cold run's"
-                if self.exact == "bitwise"
-                else "the last bits may differ from a cold run's"
-            ),
+            f"exact      {self._exactness}",
         ]
         if self.evicted_tokens:
-            lines.append(f"evicted    {self.evicted_tokens:,} tokens behind the prefix; the rest was read with them")
+            lines.append(f"evicted    {self.evicted_tokens:,} tokens behind the prefix")
         if self.plan is not None:
             lines.append(f"reused     {self.plan.reuse_tokens:,} tokens ({self.plan.source}): {self.plan.reason}")
         for segment in self.manifest.segments if self.manifest is not None else ():
@@ -116,6 +111,16 @@ class ContextReport(msgspec.Struct, frozen=True, kw_only=True):
             f"{work.checkpoints_evicted} evicted, {work.checkpoints_too_large} too large"
         )
         return "\n".join(lines)
+
+    @property
+    def _exactness(self) -> str:
+        if self.evicted_tokens:
+            return "no longer: what is left was read with the evicted tokens in sight"
+        if not self.resident_tokens:
+            return "nothing is held"
+        if self.exact == "bitwise":
+            return "bitwise: every logit is a cold run's"
+        return "token: the last bits may differ from a cold run's"
 
 
 class ResidentSession(msgspec.Struct, frozen=True, kw_only=True):

@@ -380,8 +380,8 @@ class Session(Closing):
         template
             What the template is told besides: ``enable_thinking``, ``tool_choice``, variables of its own.
         config
-            `DecodeConfig`; ``overrides`` are its fields, and win. The template's stop texts, and the grammar of its
-            tool calls, come in addition.
+            `DecodeConfig`; ``overrides`` are its fields, and win. The template's stop texts come in addition, and the
+            grammar of its tool calls where no other is given.
         timeout_s, progress
             As for `ensure_prefix`, which this calls before it returns.
 

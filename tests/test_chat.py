@@ -133,6 +133,14 @@ def test_wrong_messages_are_refused_and_nothing_changes(session: Session) -> Non
 # What is known of earlier conversations.
 
 
+@pytest.mark.parametrize(
+    "template", [5, "x", {1: 2}, [("a", 1)], {"messages": []}, {"tools": []}, {"add_generation_prompt": False}]
+)
+def test_wrong_variables_of_a_template_are_refused(session: Session, template: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="template"):
+        session.chat([user("a")], template=template)
+
+
 def test_a_conversation_is_tokenised_as_if_it_were_the_first(runtime: Runtime) -> None:
     """Whatever was tokenised before it: one that goes on, parts from it, or has other replies by the same texts."""
     reply = runtime.model.tokenize("b b", add_special=False, parse_special=False)
