@@ -45,8 +45,18 @@ std::atomic<uint32_t> g_fork_generation{1};
 [[maybe_unused]] const int g_at_fork = pthread_atfork(nullptr, nullptr, [] { g_fork_generation.fetch_add(1); });
 #endif
 
-// One line, whatever upstream put into what().
+constexpr size_t MAX_MESSAGE_BYTES = 2000;
+
+// One line that can be read, whatever upstream, or a template, put into what().
 std::string one_line(std::string text) {
+    if (text.size() > MAX_MESSAGE_BYTES) {
+        size_t end = MAX_MESSAGE_BYTES;
+        while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) {
+            --end; // not within a character
+        }
+        text.resize(end);
+        text += "\xE2\x80\xA6"; // an ellipsis
+    }
     for (char & c : text) {
         if (c == '\n' || c == '\r' || c == '\t') {
             c = ' ';

@@ -142,7 +142,8 @@ class PromptConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ToolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tools are spoken of. ``protocol`` None: as the model's template does, if it does. No other is known yet."""
+    """How tools are spoken of. ``protocol`` None: as the model's template does, if it does. Another is a name for the
+    program that writes and reads the calls itself, as text; nothing here speaks it."""
 
     protocol: str | None = None
 
@@ -150,8 +151,6 @@ class ToolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _require("protocol", self.protocol, (str, type(None)), "a text or None")
         if self.protocol == "":
             raise _refused("protocol", self.protocol, "a text that is not empty, or None")
-        if self.protocol is not None:
-            raise _unsupported("tools.protocol", self.protocol, "null: as the model's template has it")
 
 
 _PARTS = {"prompt": PromptConfig, "runtime": RuntimeConfig, "sampling": DecodeConfig, "tools": ToolsConfig}
@@ -215,7 +214,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ------
         InvalidArgumentError     ``field`` is the path of the field (``runtime.n_ctx``, ``sampling.stop[1]``); empty
                                  where the whole is not JSON, or no object
-        UnsupportedFeatureError  another prompt format, tool protocol or backend
+        UnsupportedFeatureError  another prompt format or backend
         """
         return _decoded(data)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ import typer
 from llamacppshim.config import RuntimeConfig
 from llamacppshim.errors import InvalidArgumentError, UnsupportedFeatureError
 from llamacppshim.manifest import hash_bytes
-from llamacppshim.profile import PROFILE_NAME, Profile, PromptConfig, runtime_fields
+from llamacppshim.profile import PROFILE_NAME, Profile, PromptConfig
 from llamacppshim.terminal import bar, say
 
 app = typer.Typer(no_args_is_help=True, help="Profiles: how one model is run, in a file beside it.")
@@ -71,7 +70,6 @@ def check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A profile, its folder, or the model beside it.")],
 ) -> None:
     """Read a profile strictly, compare its digests with the model, and open a runtime with it."""
-    from llamacppshim._native import Sampler
     from llamacppshim.runtime import Runtime
 
     file = path / PROFILE_NAME if path.is_dir() else path
@@ -82,11 +80,7 @@ def check(
     if not file.exists():
         raise InvalidArgumentError(f"{path} has no profile: there is no {file}")
     console = rich.console.Console(highlight=False)
-    profile = Profile.load(file)
-    with runtime_fields():
-        runtime = Runtime.from_profile(file)
-    with runtime:
-        profile.require_sampling(runtime.model.n_vocab, partial(Sampler, runtime.model))
+    with Runtime.from_profile(file) as runtime:
         config = runtime.config
         say(
             console,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from llamacppshim._native import Adapter, Batch, Context, Model, build_info
+from llamacppshim._native import Adapter, Batch, Context, Model, Sampler, build_info
 from llamacppshim.closing import Closing
 from llamacppshim.config import CONTEXT_FIELDS, LOAD_FIELDS, DecodeConfig, RuntimeConfig, configured, with_n_ctx
 from llamacppshim.digests import file_digest, known_digest
@@ -36,7 +37,7 @@ from llamacppshim.files import identity_of
 from llamacppshim.ledger import Tokens
 from llamacppshim.machine import machine_budget, require_room
 from llamacppshim.manifest import Identity, digest_of, hash_bytes
-from llamacppshim.profile import Profile
+from llamacppshim.profile import Profile, runtime_fields
 from llamacppshim.reuse import MemoryKind
 from llamacppshim.sequence import Cells, ResidentSequence, Stop
 from llamacppshim.store import SnapshotStore
@@ -221,7 +222,8 @@ class Runtime(Closing):
         folder = file if file.is_dir() else file.parent
         profile = Profile.load(file)
         config = configured(RuntimeConfig, profile.runtime_config(folder), overrides)
-        runtime = cls.open(profile.model_path(folder), config, progress=progress, store=store)
+        with runtime_fields(overrides):
+            runtime = cls.open(profile.model_path(folder), config, progress=progress, store=store)
         try:
             runtime._take_profile(profile)
         except BaseException:
@@ -237,6 +239,7 @@ class Runtime(Closing):
         ):
             if expected is not None and expected != actual:
                 raise ManifestMismatchError(field=field, expected=expected, actual=actual)
+        profile.require_sampling(self.model.n_vocab, functools.partial(Sampler, self.model))
         self.profile = profile
         self._fixed = msgspec.structs.replace(
             own,

@@ -1325,6 +1325,17 @@ def test_who_closes_the_errors_gets_answers_all_the_same(
     assert done.stdout.decode() == history.load(path).branches[0].messages[1].content + "\n"
 
 
+def test_who_closes_the_errors_has_a_prompt_all_the_same(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CODE", "import sys; sys.stderr = None" + CODE)
+    with start() as chat:
+        chat.expect("> ")
+        chat.type("One?\n")
+        chat.expect("> ")
+        chat.type("/quit\n")
+        assert chat.end() == 0
+        assert b"Traceback" not in chat.seen
+
+
 def test_names_that_no_file_has_are_told(
     tiny_llama: Path, environment: dict[str, str], repo: Path, tmp_path: Path
 ) -> None:

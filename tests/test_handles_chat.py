@@ -214,6 +214,16 @@ def test_a_wrong_request_is_refused_and_the_template_still_works(
     assert template.render([{"role": "user", "content": "x"}]).text
 
 
+def test_a_message_of_an_error_is_bounded(model: Model) -> None:
+    for char in ("a", "é", "€"):
+        source = "{{ raise_exception(messages[0].content) if messages[0].content|length > 50000 else '' }}"
+        with ChatTemplate(source, model=model) as template:
+            with pytest.raises(TemplateError) as caught:
+                template.render([{"role": "user", "content": char * 100_000}])
+            text = str(caught.value)
+            assert char * 100 in text and text.endswith("…") and len(text.encode()) <= 2003 and "\ufffd" not in text
+
+
 def test_a_request_that_nests_too_deeply_is_refused(template: ChatTemplate) -> None:
     deep: Any = "x"
     for _ in range(100_000):

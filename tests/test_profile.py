@@ -57,7 +57,7 @@ def full() -> Profile:
             trigger_patterns=("x",),
             trigger_tokens=(5, 6),
         ),
-        tools=ToolsConfig(protocol=None),
+        tools=ToolsConfig(protocol="hermes"),
     )
 
 
@@ -121,14 +121,6 @@ def test_other_backends_are_not_supported(name: str) -> None:
     assert caught.value.feature == f"backend {name!r}"
     with pytest.raises(UnsupportedFeatureError):
         Profile(model="m.gguf", backend=name)
-
-
-@pytest.mark.parametrize("name", ["hermes", "model", "llama3", "a\nb"])
-def test_a_tool_protocol_that_nothing_speaks_is_not_supported(name: str) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=r"^tools\.protocol '.*' is not supported, only null") as caught:
-        Profile.from_json(json.dumps({"model": "m", "tools": {"protocol": name}}))
-    assert caught.value.feature == f"tools.protocol {name!r}"
-    assert Profile.from_json('{"model": "m", "tools": {"protocol": null}}').tools == ToolsConfig()
 
 
 @pytest.mark.parametrize("name", ["model", "chatml", "llama3", "raw"])

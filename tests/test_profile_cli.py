@@ -61,7 +61,6 @@ def test_a_profile_is_measured_written_and_checked(model: Path, tmp_path: Path) 
         ({"sampling": {"grammar": "root ::= nope"}}, 'sampling.grammar: line 1, column 10: rule "nope" is not defined'),
         ({"sampling": {"logit_bias": {"1000000000": 1}}}, "sampling.logit_bias[0][0] is 1000000000"),
         ({"runtime": {"devices": ["x"]}}, 'runtime.devices: device "x"'),
-        ({"tools": {"protocol": "hermes"}}, "tools.protocol 'hermes' is not supported"),
     ],
 )
 def test_a_profile_that_does_not_fit_is_refused_in_a_line(
@@ -147,3 +146,24 @@ def test_the_trial_covers_its_settings_and_chooses_among_them(loaded: dict[str, 
         assert tune(loaded[name], depth=32).n_threads >= 1
     with pytest.raises(UnsupportedFeatureError):
         tune(loaded["tiny-bert"])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"grammar": "root ::= ("}, "sampling.grammar"),
+        ({"grammar": "root ::= nope"}, "sampling.grammar"),
+        ({"logit_bias": [[10**9, 1.0]]}, "sampling.logit_bias"),
+    ],
+)
+def test_a_runtime_is_not_opened_by_a_profile_whose_sampling_its_model_refuses(
+    tiny_llama: Path, tmp_path: Path, sampling: dict[str, Any], field: str
+) -> None:
+    shutil.copy(tiny_llama, tmp_path / "m.gguf")
+    (tmp_path / "llamacppshim.json").write_text(json.dumps({"model": "m.gguf", "sampling": sampling}))
+    with pytest.raises(InvalidArgumentError) as caught:
+        Runtime.from_profile(tmp_path, n_ctx=256)
+    assert caught.value.field is not None and caught.value.field.startswith(field)
+    with pytest.raises(InvalidArgumentError) as caught:
+        Runtime.from_profile(tmp_path, n_ctx=256, devices=["x"])
+    assert caught.value.field == "runtime.devices"

@@ -733,6 +733,37 @@ static void test_grammars_that_are_none_are_refused_with_their_place(void) {
     lcs_sampler_free(s);
 }
 
+/* The generation prompt of a chat stands before the first choice, and in its grammar. */
+static void test_a_grammar_begins_behind_its_prefix_also_after_a_reset(void) {
+    lcs_sampler_params p = defaults();
+    p.grammar = "root ::= \"xy\" \"ab\"";
+    p.grammar_prefix = "xya";
+    lcs_sampler * s = make(&p);
+    for (int i = 0; i < 2; ++i) {
+        lcs_sampler * copy = NULL;
+        CHECK_STATUS(lcs_sampler_accept(s, token_of("a")), LCS_STATUS_GRAMMAR);
+        CHECK_OK(lcs_sampler_clone(s, &copy));
+        CHECK_OK(lcs_sampler_accept(copy, token_of("b")));
+        CHECK_OK(lcs_sampler_accept(copy, llama_vocab_eos(g_vocab)));
+        lcs_sampler_free(copy);
+        CHECK_OK(lcs_sampler_accept(s, token_of("b")));
+        CHECK_OK(lcs_sampler_reset(s));
+    }
+    lcs_sampler_free(s);
+    p.grammar_prefix = "";
+    s = make(&p);
+    CHECK_OK(lcs_sampler_accept(s, token_of("x")));
+    lcs_sampler_free(s);
+    const char * const wrong[] = {"a", "xyabc", "\xff"};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; ++i) {
+        p.grammar_prefix = wrong[i];
+        CHECK_STATUS(lcs_sampler_init(g_model, &p, &s), LCS_STATUS_GRAMMAR);
+    }
+    p.grammar_prefix = "x";
+    p.grammar_lazy = true;
+    CHECK_STATUS(lcs_sampler_init(g_model, &p, &s), LCS_STATUS_ARG);
+}
+
 /* llama.cpp takes a count over 2,000 for any count. */
 static void test_a_repetition_ends_at_its_count(void) {
     lcs_sampler_params p = defaults();
@@ -1323,6 +1354,7 @@ int main(int argc, char ** argv) {
     test_rows_that_allow_nothing_are_refused_and_draw_nothing();
     test_values_outside_their_range_are_refused();
     test_grammars_that_are_none_are_refused_with_their_place();
+    test_a_grammar_begins_behind_its_prefix_also_after_a_reset();
     test_a_repetition_ends_at_its_count();
     test_a_grammar_ends_where_it_may_and_a_refused_token_changes_nothing();
     test_choices_under_a_grammar_are_those_of_llama();
