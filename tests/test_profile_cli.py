@@ -164,6 +164,8 @@ def test_a_runtime_is_not_opened_by_a_profile_whose_sampling_its_model_refuses(
     with pytest.raises(InvalidArgumentError) as caught:
         Runtime.from_profile(tmp_path, n_ctx=256)
     assert caught.value.field is not None and caught.value.field.startswith(field)
-    with pytest.raises(InvalidArgumentError) as caught:
-        Runtime.from_profile(tmp_path, n_ctx=256, devices=["x"])
-    assert caught.value.field == "runtime.devices"
+    for values, overrides, name in (({"devices": ["x"]}, {}, "runtime.devices"), ({}, {"devices": ["x"]}, "devices")):
+        (tmp_path / "llamacppshim.json").write_text(json.dumps({"model": "m.gguf", "runtime": values}))
+        with pytest.raises(InvalidArgumentError) as caught:
+            Runtime.from_profile(tmp_path, n_ctx=256, **overrides)
+        assert caught.value.field == name  # the profile's, or the caller's own
