@@ -1168,8 +1168,9 @@ def test_each_of_two_running_chats_has_its_words_on_disk(start: Start, tmp_path:
     chats = tmp_path / "cache" / "chats"
     moved = "another chat has saved at the same place; until one of the two leaves, this one is "
     with start() as one, start() as other:
+        for chat in (one, other):
+            chat.expect("> ")  # neither has found anything of the other's
         for chat, question in ((one, "1?"), (other, "2?")):
-            chat.expect("> ")
             chat.type(f"{question}\n")
             chat.expect_line()
             chat.expect("> ")
@@ -1250,8 +1251,9 @@ def test_a_save_that_fails_is_told_once(
 
 def test_two_chats_of_one_folder_lose_nothing_of_each_other(start: Start, tmp_path: Path) -> None:
     with start() as one, start() as other:
+        for chat in (one, other):
+            chat.expect("> ")  # neither has found anything of the other's
         for chat, question in ((one, "Of one?"), (other, "Of the other?")):
-            chat.expect("> ")
             chat.type(f"{question}\n")
             chat.expect_line()
             chat.expect("> ")
