@@ -846,7 +846,7 @@ LCS_API lcs_status lcs_chat_template_render(
  *   json_out  {"role", "content", "reasoning_content", "tool_calls": [{"id", "name", "arguments"}]}
  *
  * ARG       syntax is not one of ours
- * TEMPLATE  the text does not fit the syntax
+ * TEMPLATE  the text does not fit the syntax, or ends within the arguments of a call
  */
 LCS_API lcs_status lcs_chat_parse(
         const char * syntax, size_t n_syntax_bytes, const char * text, size_t n_bytes, bool partial,

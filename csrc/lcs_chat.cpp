@@ -511,6 +511,12 @@ common_chat_msg parse_reply(const syntax & how, const std::string & text, bool p
         mapper = std::make_unique<common_chat_peg_mapper>(message);
     }
     mapper->from_ast(ctx.ast, result);
+    for (const common_chat_tool_call & call : message.tool_calls) {
+        if (!partial && !call.arguments.empty()) {
+            // The parser is lenient at the end of a text; a call that was cut is no call.
+            read_json(call.arguments, LCS_STATUS_TEMPLATE, "what the call of " + call.name + " is given");
+        }
+    }
     return message;
 }
 

@@ -468,6 +468,16 @@ def test_the_grammar_of_a_required_call_takes_one_from_its_first_token(model: Mo
         x = int(model.tokenize("x", add_special=False, parse_special=False)[0])
         with Sampler(model, grammar=rendered.grammar) as sampler, pytest.raises(GrammarError):
             sampler.accept(x)
+        n_cut = 0
+        for n in range(len(call)):
+            try:
+                cut = template.parse(call[:n], rendered=rendered)
+            except TemplateError as error:
+                assert "what the call of weather is given is no JSON" in str(error)
+                n_cut += 1
+            else:  # none yet, or all of it
+                assert [json.loads(one.arguments) for one in cut.tool_calls] in ([], [{"city": "Bern"}])
+        assert n_cut > 20
         message = template.parse(call, rendered=rendered)
         assert [(one.name, json.loads(one.arguments)) for one in message.tool_calls] == [("weather", {"city": "Bern"})]
 
