@@ -254,7 +254,11 @@ void load_payload(lcs_context & ctx, int32_t seq_id, blob_kind kind, const heade
                                            : llama_state_seq_set_data_ext(ctx.ctx.get(), payload, h.payload_bytes,
                                                                           seq_id, flags_of(kind)));
     };
-    const auto is_full = [] { return log_last_line().find("available cells") != std::string::npos; };
+    // What was judged before leaves a cache no other reason to refuse.
+    const auto is_full = [] {
+        const std::string & log = log_last_line();
+        return log.find("available cells") != std::string::npos || log.find("restore kv cache") != std::string::npos;
+    };
     if (load()) {
         return;
     }

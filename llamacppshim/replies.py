@@ -55,8 +55,11 @@ class Replies:
         return copy
 
     def within(self, tokens: Tokens) -> list[tuple[str, int, int]]:
-        """Text, begin and end of those that stand in these tokens where they were remembered."""
-        return [(text, at, at + len(own)) for text, at, own in self if np.array_equal(tokens[at : at + len(own)], own)]
+        """Text, begin and end of those that stand in these tokens: where they were remembered, or, where what was there
+        before them has changed, nearest to it."""
+        data = np.ascontiguousarray(tokens).tobytes()
+        found = [(text, _nearest(data, own, at), len(own)) for text, at, own in self]
+        return [(text, at, at + n) for text, at, n in found if at >= 0]
 
     def _forget(self, text: str, at: int) -> None:
         old = self._tokens.pop((text, at), None)
@@ -65,3 +68,16 @@ class Replies:
             self._places[text].discard(at)
             if not self._places[text]:
                 del self._places[text]
+
+
+def _nearest(data: bytes, own: Tokens, place: int) -> int:
+    """Where these tokens stand in the bytes of others, nearest to a place; -1: nowhere."""
+    part, size = np.ascontiguousarray(own).tobytes(), own.itemsize
+    if data[place * size : place * size + len(part)] == part:
+        return place
+    best, at = -1, data.find(part)
+    while at >= 0:
+        if at % size == 0 and (best < 0 or abs(at // size - place) < abs(best - place)):
+            best = at // size
+        at = data.find(part, at + 1)
+    return best

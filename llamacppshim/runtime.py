@@ -373,11 +373,13 @@ class Runtime(Closing):
         """How many sequences are taken."""
         return len(self._sequences)
 
-    def available_tokens(self, sequence: ResidentSequence) -> int:
-        """How many more tokens the sequence could hold now."""
-        free = self.n_ctx_seq - len(sequence)
-        if self.config.kv_unified:
-            free = min(free, self.n_ctx_seq - self.resident_tokens)
+    def available_tokens(self, sequence: ResidentSequence, keep: int | None = None) -> int:
+        """How many more tokens the sequence could hold now; or if it kept only so many of its own."""
+        keep = len(sequence) if keep is None else keep
+        free = self.n_ctx_seq - keep
+        if self.config.kv_unified and self.memory_kind != "recurrent":  # whose cells are not tokens
+            lengths = [(keep if one is sequence else len(one), one.cells) for one in list(self._sequences.values())]
+            free = min(free, self.n_ctx_seq - Cells.count(lengths))
         return max(0, free)
 
     @property

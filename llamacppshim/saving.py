@@ -40,7 +40,7 @@ def take(session: Session, prefix: Prefix) -> Snapshot:
     record: AnswerRecord | None = None
     draws = b""
     if answer is not None:
-        record = AnswerRecord.of(answer.config, answer.sampler.seed, answer.begin, answer.stream)
+        record = AnswerRecord.of(answer.config, answer.sampler.seed, answer.begin, answer.stream, answer.undelivered)
         draws = answer.sampler.draws_save()
     checkpoints = tuple(held.checkpoints.taken)
     contents = Contents(
@@ -112,6 +112,12 @@ def restore(session: Session, snapshot: Snapshot) -> ReusePlan:
     """
     runtime = session.runtime
     judge(runtime, snapshot)
+    n, room = snapshot.contents.n_resident, runtime.available_tokens(session.sequence, 0)
+    if n > room:
+        resident = runtime.n_ctx_seq - room
+        raise ContextOverflowError(
+            stage="restore", resident_tokens=resident, additional_tokens=n, num_ctx=runtime.n_ctx_seq
+        )
     sampler = _sampler(session, snapshot)
     began = time.perf_counter()
     try:
@@ -132,11 +138,15 @@ def restore(session: Session, snapshot: Snapshot) -> ReusePlan:
             try:
                 session.sequence.load_snapshot(snapshot)
             except (NoKVSlotError, InternalError) as error:
-                n, resident = snapshot.contents.n_resident, runtime.resident_tokens
+                resident = runtime.resident_tokens
                 if isinstance(error, InternalError) and resident + n <= runtime.context.n_ctx:
                     raise
                 raise ContextOverflowError(
-                    stage="restore", resident_tokens=resident, additional_tokens=n, num_ctx=runtime.context.n_ctx
+                    f"restore: too few free cells for {n} tokens; the session was emptied before",
+                    stage="restore",
+                    resident_tokens=resident,
+                    additional_tokens=n,
+                    num_ctx=runtime.context.n_ctx,
                 ) from error
             except SnapshotError as error:
                 error.args = (f"{error}; the session was emptied before, since no other sequence is free",)

@@ -98,6 +98,10 @@ class Cells:
             other._runs.append((begin, n, object()))
         self._runs = list(other._runs)
 
+    def cut(self, n: int) -> None:
+        """What is behind the first n is gone, and what comes there next is the sequence's own."""
+        self._runs = [(begin, min(end, n), owner) for begin, end, owner in self._runs if begin < n]
+
     @staticmethod
     def count(all_cells: Iterable[tuple[int, Cells]]) -> int:
         """Cells of sequences of these lengths, each counted once."""
@@ -337,6 +341,7 @@ class ResidentSequence:
             self._n_true = None
             self.evicted_tokens = 0
         self.ledger.truncate(n)
+        self.cells.cut(n)
         self.checkpoints.forget_after(n)
         self._n_grid = min(self._n_grid, n // n_ubatch * n_ubatch)
         if n not in (self._whole, self._n_grid):

@@ -46,7 +46,7 @@ from llamacppshim.prompt import Prefix, Prompt
 from llamacppshim.reading import PromptReader
 from llamacppshim.replies import Replies
 from llamacppshim.report import ContextReport, PrefixStatus, SuffixStatus, Work
-from llamacppshim.reuse import ReusePlan, common_prefix
+from llamacppshim.reuse import ReusePlan
 from llamacppshim.sequence import Progress, ResidentSequence
 from llamacppshim.snapshot import Snapshot
 
@@ -123,11 +123,12 @@ class Session(Closing):
             prefix = self._prompts.prefix(prompt, parse_special, self._prefix)
             n, n_before = len(prefix.tokens), len(self.sequence)
             drift = self._drift()
-            if n > self.runtime.n_ctx_seq:
-                reusable = 0 if drift else common_prefix(self.sequence.ledger.tokens, prefix.tokens)
+            reusable = 0 if drift else self.sequence.plan(prefix.tokens, n).reuse_tokens
+            room = self.runtime.available_tokens(self.sequence, reusable)
+            if n - reusable > room:
                 raise ContextOverflowError(
                     stage="prefix",
-                    resident_tokens=reusable,
+                    resident_tokens=self.runtime.n_ctx_seq - room,
                     additional_tokens=n - reusable,
                     num_ctx=self.runtime.n_ctx_seq,
                 )
@@ -631,6 +632,7 @@ class Session(Closing):
             record = contents.answer
             self._answer = Answer(record.full_config(), sampler, record.begin, len(snapshot.tokens))
             self._answer.stream.resume(record.pending, record.said)
+            self._answer.undelivered = record.late_chunk()
         for said, begin, end in contents.replies:
             self._replies.remember(said, begin, snapshot.tokens[begin:end].copy())
 

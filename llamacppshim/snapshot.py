@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llamacppshim.answer import TextStream
+from llamacppshim.answer import Chunk, TextStream
 from llamacppshim.checkpoints import Checkpoint
 from llamacppshim.config import DecodeConfig
 from llamacppshim.errors import SnapshotCorruptError, SnapshotError, SnapshotMismatchError
@@ -54,8 +54,9 @@ class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An answer that can be taken up: its settings, the seed in use, where in the tokens it begins, and what of its
-    text was held back, or said although it may begin a stop text. Forbidden tokens: JSON has no infinite bias."""
+    """An answer that can be taken up: its settings, the seed in use, where in the tokens it begins, what of its text
+    was held back, or said although it may begin a stop text, and the chunk that reached nobody. Forbidden tokens: JSON
+    has no infinite bias."""
 
     config: DecodeConfig
     forbidden: tuple[int, ...] = ()
@@ -63,17 +64,32 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     begin: int
     pending: bytes = b""
     said: str = ""
+    late: tuple[str, tuple[int, ...], bool] | None = None  # text, tokens, and whether it is the last by a stop
 
     @classmethod
-    def of(cls, config: DecodeConfig, seed: int, begin: int, stream: TextStream) -> AnswerRecord:
+    def of(
+        cls, config: DecodeConfig, seed: int, begin: int, stream: TextStream, late: Chunk | None = None
+    ) -> AnswerRecord:
         bias = pairs_of(config)
         forbidden = tuple(token for token, value in bias if value == -math.inf)
         if forbidden:
             kept = tuple((token, value) for token, value in bias if value != -math.inf)
             config = msgspec.structs.replace(config, logit_bias=kept)
         return cls(
-            config=config, forbidden=forbidden, seed=seed, begin=begin, pending=stream.pending(), said=stream.said
+            config=config,
+            forbidden=forbidden,
+            seed=seed,
+            begin=begin,
+            pending=stream.pending(),
+            said=stream.said,
+            late=None if late is None else (late.text, late.tokens, late.finish_reason == "stop"),
         )
+
+    def late_chunk(self) -> Chunk | None:
+        if self.late is None:
+            return None
+        text, tokens, stopped = self.late
+        return Chunk(text=text, tokens=tokens, finish_reason="stop" if stopped else None)
 
     def full_config(self) -> DecodeConfig:
         if not self.forbidden:

@@ -213,6 +213,74 @@ def test_branches_that_share_their_cells_go_on_beyond_the_window(models: dict[st
 
 
 @pytest.mark.parametrize("kind", ["unified", "swa-unified", "hybrid-unified"])
+def test_what_a_branch_reads_after_an_edit_is_its_own(models: dict[str, Model], kind: str) -> None:
+    """The numbers of a pool are those it holds to: what is told to fit fits, and what does not changes nothing."""
+    whole = some_tokens(400, seed=7)
+    with open_runtime(models, kind, n_ctx=1024, n_seq_max=4) as runtime, runtime.session() as parent:
+        parent.ensure_prefix(whole[:20])
+        parent.prefill_suffix(whole[20:])
+        (child,) = parent.branch()
+        (other,) = parent.branch(at=20)
+        assert len(other.tokens) == 20 and runtime.resident_tokens == 400
+        other.close()
+        child.ensure_prefix([*whole[:20], *some_tokens(300, seed=8)])
+        assert runtime.resident_tokens == 700
+        assert child.explain().available_tokens == parent.explain().available_tokens == 1024 - 700
+        before = child.tokens.tolist()
+        with pytest.raises(ContextOverflowError) as refused:
+            child.ensure_prefix([*whole[:20], *some_tokens(625, seed=9)])
+        assert refused.value.resident_tokens == 400 and refused.value.additional_tokens in (625, 645)
+        assert child.tokens.tolist() == before and child.explain().resident_tokens == 320
+        child.prefill_suffix(some_tokens(324 - 60, seed=10))
+        assert parent.collect(max_tokens=60, ignore_eos=True).finish_reason == "length"
+        child.close()
+
+
+@pytest.mark.parametrize("kind", ["unified", "swa-unified", "hybrid-unified"])
+def test_a_restore_for_which_a_pool_has_no_room_changes_nothing(models: dict[str, Model], kind: str) -> None:
+    with open_runtime(models, kind, n_ctx=N_CTX, n_seq_max=4) as runtime:
+        one, other = runtime.session(), runtime.session()
+        one.ensure_prefix(some_tokens(300))
+        saved = one.snapshot()
+        other.ensure_prefix(some_tokens(100, seed=1))
+        for n_free in (2, 0):
+            more = [runtime.session() for _ in range(2 - n_free)]
+            with pytest.raises(ContextOverflowError) as refused:
+                other.restore(saved)
+            error = refused.value
+            numbers = (error.stage, error.resident_tokens, error.additional_tokens, error.num_ctx)
+            assert numbers == ("restore", 300, 300, N_CTX)
+            assert len(other.tokens) == 100 and other.ensure_prefix(some_tokens(100, seed=1)).prefilled_tokens == 0
+            for session in more:
+                session.close()
+        one.close()
+        other.restore(saved)
+        assert len(other.tokens) == 300
+        other.close()
+
+
+def test_a_state_finds_room_among_what_branches_share_of_a_window(models: dict[str, Model]) -> None:
+    values = {"n_ctx": 4096, "n_seq_max": 4}
+    with open_runtime(models, "swa-unified", **values) as runtime, runtime.session() as cold:
+        cold.ensure_prefix(some_tokens(20, seed=3))
+        alone = cold.collect(max_tokens=8, ignore_eos=True).tokens
+        cold.close()
+        one = runtime.session()
+        one.ensure_prefix(some_tokens(20, seed=3))
+        saved = one.snapshot()
+        one.prefill_suffix(some_tokens(380, seed=4))
+        family = [one, *one.branch(2)]
+        (early,) = one.branch(at=20)  # by its checkpoint
+        assert early.collect(max_tokens=8, ignore_eos=True).tokens == alone
+        early.close()
+        with runtime.restore(saved) as restored:
+            assert restored.collect(max_tokens=8, ignore_eos=True).tokens == alone
+        for session in family:
+            assert session.collect(max_tokens=40, ignore_eos=True).finish_reason == "length"
+            session.close()
+
+
+@pytest.mark.parametrize("kind", ["unified", "swa-unified", "hybrid-unified"])
 def test_shared_cells_are_counted_once(models: dict[str, Model], kind: str) -> None:
     with open_runtime(models, kind, n_ctx=N_CTX, n_seq_max=4) as runtime, runtime.session() as parent:
         parent.ensure_prefix(some_tokens(300))

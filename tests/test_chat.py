@@ -337,6 +337,8 @@ def test_a_restored_session_has_the_replies_as_they_were_generated(loaded: dict[
         for seed in range(3):
             reply = all_of(session, messages, max_tokens=24, temperature=3.0, seed=seed)
             messages += [assistant(reply.text), user("More.")]
+        messages[0] = user("Say something else, and longer.")  # all that was said stands elsewhere now
+        all_of(session, messages, max_tokens=1)
         saved = Snapshot.from_bytes(session.snapshot().to_bytes())
         live = all_of(session, messages)
         expected = session.tokens.tolist()

@@ -26,7 +26,7 @@ from sessions import (
     some_tokens,
 )
 
-from llamacppshim import Context, Model, Segment, assemble_context, collect_many
+from llamacppshim import Context, Model, Segment, Snapshot, assemble_context, collect_many
 from llamacppshim.errors import (
     BusyError,
     ClosedError,
@@ -732,7 +732,7 @@ def test_an_asynchronous_answer_and_its_cancelling(models: dict[str, Model]) -> 
         whole = session.collect(max_tokens=12, ignore_eos=True).tokens
         session.ensure_prefix(PREFIX)
         assert asyncio.run(ask(session)) == whole
-        for rest_of in ("collect", "collect_many"):
+        for rest_of in ("collect", "collect_many", "restore"):
             for _ in range(5):
                 session.ensure_prefix(PREFIX)
                 chunks = asyncio.run(cancelled(session))
@@ -741,8 +741,11 @@ def test_an_asynchronous_answer_and_its_cancelling(models: dict[str, Model]) -> 
                 n = max(1, 12 - len(tokens))
                 if rest_of == "collect":
                     rest = session.collect(max_tokens=n, ignore_eos=True)
-                else:
+                elif rest_of == "collect_many":
                     (rest,) = collect_many([session], max_tokens=n, ignore_eos=True)
+                else:
+                    session.restore(Snapshot.from_bytes(session.snapshot().to_bytes()))
+                    rest = session.collect(max_tokens=n, ignore_eos=True)
                 # What was chosen while the task was cancelled has reached nobody yet: it comes now.
                 assert rest.finish_reason == "length" and len(rest.tokens) == n
                 assert (*tokens, *rest.tokens)[:12] == whole
