@@ -137,21 +137,6 @@ class Refreshed(NamedTuple):
     in_place: bool
 
 
-class _Attempt(NamedTuple):
-    """A read that ended for want of cells: the tokens that it had reused, and those that it had computed."""
-
-    n_reused: int
-    n_read: int
-
-    def and_then(self, status: PrefixStatus) -> PrefixStatus:
-        """The status of the whole, of which this one is the end: what was computed on the way to it is read."""
-        return msgspec.structs.replace(
-            status,
-            reused_tokens=min(self.n_reused, status.reused_tokens),
-            prefilled_tokens=self.n_read + status.prefilled_tokens,
-        )
-
-
 class Conversation:
     """On one runtime, whose sequences it uses as it needs them.
 
@@ -219,14 +204,12 @@ class Conversation:
         messages = self._messages([*branch.messages, question])
         values: dict[str, Any] = {"prompt_format": self.format, "config": self._config, "progress": progress}
         try:
-            reply, first = self._with_room(session, lambda: session.chat(messages, **values))
+            reply = self._with_room(lambda: session.chat(messages, **values))
         except ContextOverflowError:
             raise
         except BaseException:
             self.changed = True  # what was read until then is worth keeping
             raise
-        if first is not None:
-            reply.status = first.and_then(reply.status)
         self.changed = self.changed or reply.status.prefilled_tokens >= WORTH_KEEPING_TOKENS
         if reply.status.available_tokens < self.max_tokens:
             self._park_others()
@@ -251,14 +234,12 @@ class Conversation:
             return None
         session, tokens = self._session(self.current), self._before_next()
         try:
-            status, first = self._with_room(session, lambda: session.ensure_prefix(tokens, progress=progress))
+            status = self._with_room(lambda: session.ensure_prefix(tokens, progress=progress))
         except ContextOverflowError:
             raise  # nothing was read
         except BaseException:
             self.changed = True  # what was read until then is worth keeping
             raise
-        if first is not None:
-            status = first.and_then(status)
         self.changed = self.changed or status.prefilled_tokens >= WORTH_KEEPING_TOKENS
         return status
 
@@ -321,17 +302,14 @@ class Conversation:
         if others and self.runtime.n_sessions >= self.runtime.config.n_seq_max:
             self._park(others[0])
 
-    def _with_room(self, session: Session, read: Callable[[], Read]) -> tuple[Read, _Attempt | None]:
-        """Again without the other branches where it does not fit beside them; and then what the first attempt did."""
-        n_before = session.explain().work.prefill_tokens
+    def _with_room(self, read: Callable[[], Read]) -> Read:
+        """Again without the other branches where it does not fit beside them: that is known before anything is read."""
         try:
-            return read(), None
+            return read()
         except ContextOverflowError:
-            report = session.explain()
             if not self._park_others():
                 raise
-            n_reused = 0 if report.plan is None else report.plan.reuse_tokens
-            return read(), _Attempt(n_reused, report.work.prefill_tokens - n_before)
+            return read()
 
     def _park_others(self) -> bool:
         """The cells of all other branches are free for this one. False where there were none."""
