@@ -39,6 +39,12 @@ def refusal(call, *args, **kwargs):
 RunChild = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def pytest_collection_finish() -> None:
+    """What stands for the whole run is not looked through again after every test, where `nothing_leaks` collects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_models() -> dict[str, Path]:
     """Every tiny model by name, as tests/tiny.py makes them."""
