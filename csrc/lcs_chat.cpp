@@ -5,6 +5,8 @@
 #include "chat-peg-parser.h"
 #include "json-schema-to-grammar.h"
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
 #include <deque>
 #include <functional>
@@ -512,9 +514,9 @@ common_chat_msg parse_reply(const syntax & how, const std::string & text, bool p
     }
     mapper->from_ast(ctx.ast, result);
     for (const common_chat_tool_call & call : message.tool_calls) {
-        if (!partial && !call.arguments.empty()) {
-            // The parser is lenient at the end of a text; a call that was cut is no call.
-            read_json(call.arguments, LCS_STATUS_TEMPLATE, "what the call of " + call.name + " is given");
+        // The parser is lenient at the end of a text; a call that was cut is no call.
+        if (!partial && !call.arguments.empty() && !nlohmann::json::accept(call.arguments)) {
+            fail(LCS_STATUS_TEMPLATE, "what the call of " + call.name + " is given is no JSON: " + call.arguments);
         }
     }
     return message;
