@@ -5,6 +5,8 @@
 
 #include <array>
 
+class llama_kv_cache_iswa;
+
 namespace lcs {
 
 struct threadpool_free {
@@ -101,9 +103,11 @@ void           require_seq(const lcs_context & ctx, const char * what, int32_t s
 // shift and apply it again.
 void flush_updates(lcs_context & ctx);
 
-// memory.cpp. Gives up what no window shows any more, in a cache that sequences share; whether there was anything. Where
-// a call found no room it is worth another try: llama.cpp overwrites such cells of one sequence itself, but those that
-// several have in common stay with all of them.
+// memory.cpp. The caches of a memory with windowed layers, or of its part that has them; null: none has.
+const llama_kv_cache_iswa * windowed_memory(const lcs_context & ctx);
+// memory.cpp. Gives up what no window shows any more, in a cache that sequences share; whether there was anything.
+// Where a call found no room it is worth another try: llama.cpp overwrites such cells of one sequence itself, but those
+// that several have in common stay with all of them.
 bool free_masked_cells(lcs_context & ctx);
 
 // What llama.cpp is asked for. ARG, RANGE, UNSUPPORTED.

@@ -36,25 +36,20 @@ void forget_rollback(lcs_context & ctx, int32_t seq_id) {
     ctx.rollback_pending[static_cast<size_t>(seq_id)] = false;
 }
 
-// The cache of the windowed layers, where they have one of their own.
-llama_kv_cache * windowed_cache(const lcs_context & ctx) {
-    const llama_memory_i * memory = ctx.memory();
-    if (const auto * windowed = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
-        return windowed->get_swa();
-    }
-    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
-        return hybrid->get_mem_attn()->get_swa();
-    }
-    return nullptr;
-}
-
 } // namespace
 
+const llama_kv_cache_iswa * windowed_memory(const lcs_context & ctx) {
+    const llama_memory_i * memory = ctx.memory();
+    const auto *           hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory);
+    return hybrid != nullptr ? hybrid->get_mem_attn() : dynamic_cast<const llama_kv_cache_iswa *>(memory);
+}
+
 bool free_masked_cells(lcs_context & ctx) {
-    llama_kv_cache * const cache = windowed_cache(ctx);
-    if (cache == nullptr || ctx.info.n_stream > 1) {
+    const llama_kv_cache_iswa * windowed = windowed_memory(ctx);
+    if (windowed == nullptr || ctx.info.n_stream > 1) {
         return false;
     }
+    llama_kv_cache * const cache = windowed->get_swa();
     const llama_hparams & h = ctx.model->model->hparams;
     bool                  freed = false;
     for (int32_t s = 0; s < static_cast<int32_t>(ctx.info.n_seq_max); ++s) {

@@ -3,7 +3,6 @@
 
 #include "llama-context.h"
 #include "llama-kv-cache-iswa.h"
-#include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
@@ -85,14 +84,11 @@ int32_t uncut_pos_max(const lcs_context & ctx, int32_t seq_id) {
     if (dynamic_cast<const llama_memory_recurrent *>(memory) != nullptr) {
         return INT32_MAX;
     }
-    if (const auto * windowed = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
+    if (const auto * windowed = windowed_memory(ctx)) {
         return windowed->get_base()->seq_pos_max(seq_id);
     }
     if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
         return hybrid->get_mem_attn()->seq_pos_max(seq_id);
-    }
-    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
-        return hybrid->get_mem_attn()->get_base()->seq_pos_max(seq_id);
     }
     fail(LCS_STATUS_UNSUPPORTED, "partial states of this memory kind are not supported", "partial state");
 }

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from llamacppshim._native import Sampler
 from llamacppshim.errors import (
     ContextOverflowError,
-    InternalError,
     NoKVSlotError,
     SnapshotCorruptError,
     SnapshotError,
@@ -125,8 +124,8 @@ def restore(session: Session, snapshot: Snapshot) -> ReusePlan:
         if scratch is not None:
             try:
                 scratch.load_snapshot(snapshot)
-            except (NoKVSlotError, InternalError):
-                runtime.release(scratch)  # too little room for both, which llama.cpp does not always call so
+            except NoKVSlotError:
+                runtime.release(scratch)  # too little room for both
                 scratch = None
             except BaseException:
                 runtime.release(scratch)
@@ -137,14 +136,11 @@ def restore(session: Session, snapshot: Snapshot) -> ReusePlan:
             session.empty()
             try:
                 session.sequence.load_snapshot(snapshot)
-            except (NoKVSlotError, InternalError) as error:
-                resident = runtime.resident_tokens
-                if isinstance(error, InternalError) and resident + n <= runtime.context.n_ctx:
-                    raise
+            except NoKVSlotError as error:
                 raise ContextOverflowError(
                     f"restore: too few free cells for {n} tokens; the session was emptied before",
                     stage="restore",
-                    resident_tokens=resident,
+                    resident_tokens=runtime.resident_tokens,
                     additional_tokens=n,
                     num_ctx=runtime.context.n_ctx,
                 ) from error

@@ -138,7 +138,7 @@ class Session(Closing):
             if drift:
                 with self.runtime.turns.lock:
                     self.sequence.drop()
-            stored = self._from_store(prefix)
+            stored = self._from_store(prefix, reusable)
             try:
                 plan, n_read = self._read_prefix(prefix, progress, drift, stored)
             except BaseException:
@@ -183,14 +183,14 @@ class Session(Closing):
             held.take_checkpoint()
         return plan, n_read
 
-    def _from_store(self, prefix: Prefix) -> ReusePlan | None:
-        """Restores what was stored of the prompt, where that is faster than reading what it adds."""
+    def _from_store(self, prefix: Prefix, live: int) -> ReusePlan | None:
+        """Restores what was stored of the prompt, where that is faster than reading what it adds to the tokens that are
+        live."""
         runtime = self.runtime
         if runtime.store is None or len(prefix.tokens) == 0:
             return None
         try:
             match = runtime.store.find(runtime.identity(), prefix.tokens)
-            live = self.sequence.plan(prefix.tokens, len(prefix.tokens)).reuse_tokens
             if match is None or not runtime.speed.restoring_is_faster(match.n_bytes, match.common - live):
                 return None
             snapshot = runtime.store.load(match.name)

@@ -1164,16 +1164,21 @@ def questions(path: Path) -> list[str]:
     return [message.content for message in history.load(path).branches[0].messages[::2]]
 
 
+def ask_in_turn(one: Terminal, other: Terminal, *asked: str) -> None:
+    """A question each, of chats that have found nothing of each other when they started."""
+    for chat in (one, other):
+        chat.expect("> ")
+    for chat, question in zip((one, other), asked, strict=True):
+        chat.type(f"{question}\n")
+        chat.expect_line()
+        chat.expect("> ")
+
+
 def test_each_of_two_running_chats_has_its_words_on_disk(start: Start, tmp_path: Path) -> None:
     chats = tmp_path / "cache" / "chats"
     moved = "another chat has saved at the same place; until one of the two leaves, this one is "
     with start() as one, start() as other:
-        for chat in (one, other):
-            chat.expect("> ")  # neither has found anything of the other's
-        for chat, question in ((one, "1?"), (other, "2?")):
-            chat.type(f"{question}\n")
-            chat.expect_line()
-            chat.expect("> ")
+        ask_in_turn(one, other, "1?", "2?")
         (place,) = (path for path in chats.glob("*.json") if "-" not in path.name)
         for question in ("3?", "4?"):
             one.type(f"{question}\n")
@@ -1251,12 +1256,7 @@ def test_a_save_that_fails_is_told_once(
 
 def test_two_chats_of_one_folder_lose_nothing_of_each_other(start: Start, tmp_path: Path) -> None:
     with start() as one, start() as other:
-        for chat in (one, other):
-            chat.expect("> ")  # neither has found anything of the other's
-        for chat, question in ((one, "Of one?"), (other, "Of the other?")):
-            chat.type(f"{question}\n")
-            chat.expect_line()
-            chat.expect("> ")
+        ask_in_turn(one, other, "Of one?", "Of the other?")
         one.type("/quit\n")
         assert one.end() == 0
         other.type("/save\n")

@@ -6,11 +6,11 @@
 
 enum { N_UBATCH = 16 };
 
-static lcs_context * make(lcs_model * model, uint32_t n_seq_max, bool unified) {
+static lcs_context * make_of(lcs_model * model, uint32_t n_ctx, uint32_t n_seq_max, bool unified) {
     lcs_context_params p;
     lcs_context *      ctx = NULL;
     lcs_context_params_init(&p);
-    p.n_ctx = 256 * (unified ? 1 : n_seq_max);
+    p.n_ctx = n_ctx;
     p.n_batch = 64;
     p.n_ubatch = N_UBATCH;
     p.n_seq_max = n_seq_max;
@@ -18,6 +18,10 @@ static lcs_context * make(lcs_model * model, uint32_t n_seq_max, bool unified) {
     p.n_threads = 1;
     CHECK_OK(lcs_context_init(model, &p, &ctx));
     return ctx;
+}
+
+static lcs_context * make(lcs_model * model, uint32_t n_seq_max, bool unified) {
+    return make_of(model, 256 * (unified ? 1 : n_seq_max), n_seq_max, unified);
 }
 
 static void feed(lcs_context * ctx, int32_t seq_id, int32_t from, int32_t to) {
@@ -219,20 +223,11 @@ static void test_a_windowed_memory_tells_what_is_left(lcs_model * model) {
     lcs_context_free(ctx);
 }
 
-/* What sequences share of a window is given up once none of them shows it: for a decode, a batch and a state. */
+/* What sequences share of a window is given up once none of them shows it. */
 static void test_sequences_that_share_a_window_all_go_on(lcs_model * model) {
     enum { N = 200, N_SEQ = 4, N_MORE = 56 };
-    const int32_t      n_vocab = n_vocab_of(model);
-    lcs_context_params p;
-    lcs_context *      ctx = NULL;
-    lcs_context_params_init(&p);
-    p.n_ctx = 1024;
-    p.n_batch = 64;
-    p.n_ubatch = N_UBATCH;
-    p.n_seq_max = N_SEQ;
-    p.kv_unified = true;
-    p.n_threads = 1;
-    CHECK_OK(lcs_context_init(model, &p, &ctx));
+    const int32_t n_vocab = n_vocab_of(model);
+    lcs_context * ctx = make_of(model, 1024, N_SEQ, true);
     lcs_context * cold = make(model, 1, true);
     feed(ctx, 0, 0, N);
     feed(cold, 0, 0, N);
