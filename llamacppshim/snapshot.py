@@ -468,6 +468,8 @@ def _assemble(contents: Contents, parts: dict[str, memoryview], path: str | None
     if c.answer is not None:
         if not 0 <= c.answer.begin <= c.n_tokens:
             raise _corrupt(path, "its answer begins behind its tokens")
+        if c.answer.late is not None and any(not 0 <= token < c.n_vocab for token in c.answer.late[1]):
+            raise _corrupt(path, "its answer has tokens outside its vocabulary")
         draws = take("draws")
     if any(not 0 <= begin <= end <= c.n_tokens for _, begin, end in c.replies):
         raise _corrupt(path, "a reply stands outside its tokens")

@@ -310,6 +310,12 @@ def test_an_answer_that_is_none_of_its_sampler_is_damage(models: dict[str, Model
             values = {name: getattr(saved, name) for name in ("tokens", "state", "text", "row", "checkpoints", "draws")}
             with pytest.raises(SnapshotCorruptError):
                 session.restore(Snapshot(contents=contents, **values))
+        for token in (-1, session.runtime.model.n_vocab):
+            answer = msgspec.structs.replace(saved.contents.answer, late=("x", (token,), False))
+            contents = msgspec.structs.replace(saved.contents, answer=answer)
+            damaged = Snapshot(contents=contents, **values).to_bytes()
+            with pytest.raises(SnapshotCorruptError, match="outside its vocabulary"):
+                Snapshot.from_bytes(damaged)
 
 
 def test_a_store_whose_folder_is_a_file_by_now_says_so(models: dict[str, Model], tmp_path: Path) -> None:
